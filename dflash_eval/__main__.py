@@ -1,0 +1,3 @@
+from dflash_eval.cli import main
+
+main()

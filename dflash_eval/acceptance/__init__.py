@@ -1,0 +1,1 @@
+"""Acceptance: walks, trees and statistics. Arrays in, numbers out; no model, no file."""

@@ -1,0 +1,62 @@
+"""The command line: arguments in, one call a command, errors out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dflash_eval.config import load_config
+from dflash_eval.errors import RunError, UserError
+
+app = typer.Typer(
+    help="How good is a DFlash drafter? Run the target once, judge any drafter from its cached activations.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+ConfigPath = Annotated[Path, typer.Option("--config", "-c", help="YAML config, e.g. configs/demo.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="override a key: --set evaluate.width=4 (repeatable)", show_default=False)
+]
+
+
+@app.command()
+def extract(
+    config: ConfigPath,
+    set_: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a cache that does not fit the config")] = False,
+) -> None:
+    """Phase 1: run the target once and cache its layer activations (resumes where a killed run stopped)."""
+    from dflash_eval.extract import extract as run
+
+    run(load_config(config, set_ or []), force=force, say=lambda line: typer.echo(line, err=True))
+
+
+@app.command()
+def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
+    """Phase 2: judge the config's drafters from the cache; the target is not needed."""
+    from dflash_eval.evaluate import evaluate as run
+    from dflash_eval.report import print_report
+
+    settings = load_config(config, set_ or [])
+    results = run(settings)
+    print_report(results, Console())
+    typer.echo(f"written: {settings.results_dir}/results.json, report.md", err=True)
+
+
+def main() -> None:
+    """Exit status: 0 done, 1 the run failed, 2 the user's input is wrong."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except UserError as error:
+        print(f"dflash-eval: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RunError as error:
+        print(f"dflash-eval: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""DFlash drafters: the model, and the checkpoint formats it is read from."""

@@ -1,0 +1,348 @@
+"""The DFlash v1 drafter: Qwen3-style layers whose keys and values come from the target's features and the block.
+
+The context's keys and values depend on the features and their positions alone, so they are computed once
+for a sample (`DFlashDrafter.context`) and serve every block of it (`DFlashDrafter.forward`).
+
+Module names are those of z-lab's checkpoints, so that a state dict loads as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+Context = list[tuple[Tensor, Tensor]]
+"""Keys and values of a sample batch, one pair a layer, each [samples, kv_heads, positions, head_dim]."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive samples of a context that have equally many blocks; `positions` is how much context they need."""
+
+    samples: slice
+    blocks: slice
+    positions: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What every layer needs to know of the blocks: [blocks, slots] positions, their RoPE, which slots are real."""
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+    real: Tensor | None
+    groups: Sequence[Group]
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """What a drafter is, whichever format it was read from.
+
+    `windows[i]` is layer i's sliding window (a key is visible when query - key < window; in a layer that is
+    not causal also key - query < window), None for full attention; `causal[i]` whether layer i is causal
+    inside the block. `rope_parameters` is Hugging Face's dict (`rope_type`, `rope_theta`, ...).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1e4})
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> DrafterConfig:
+        """Read z-lab's `config.json` (v1): the DFlash keys may sit in `dflash_config` or at the top level.
+
+        Raises KeyError for a missing key and ValueError for values that contradict each other.
+        """
+        values = {**raw, **raw.get("dflash_config", {})}
+        layers = values["num_hidden_layers"]
+        heads = values["num_attention_heads"]
+        layer_types = values.get("layer_types") or ["full_attention"] * layers
+        if len(layer_types) != layers:
+            raise ValueError(f"layer_types has {len(layer_types)} entries for {layers} layers")
+        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ValueError(f"layer_types holds {sorted(unknown)}: not a DFlash layer")
+        sliding = [kind == "sliding_attention" for kind in layer_types]
+        window = values.get("sliding_window")
+        if any(sliding) and window is None:
+            raise ValueError("layer_types has sliding_attention but there is no sliding_window")
+        is_causal = raw.get("is_causal")
+        layer_ids = values.get("target_layer_ids")
+        if layer_ids is None:
+            layer_ids = default_target_layer_ids(values["num_target_layers"], layers)
+        rope = values.get("rope_parameters") or {
+            **(values.get("rope_scaling") or {}),
+            "rope_theta": values.get("rope_theta", 10000.0),
+        }
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        return cls(
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=values.get("num_key_value_heads") or heads,
+            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            vocab_size=values["vocab_size"],
+            block_size=values.get("block_size", 16),
+            mask_token_id=values["mask_token_id"],
+            target_layer_ids=tuple(layer_ids),
+            windows=tuple(window if slides else None for slides in sliding),
+            causal=tuple(slides if is_causal is None else bool(is_causal) for slides in sliding),
+            rope_parameters={**rope, "rope_type": rope_type},
+            max_position_embeddings=values.get("max_position_embeddings", 32768),
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            hidden_act=values.get("hidden_act", "silu"),
+            attention_bias=values.get("attention_bias", False),
+            input_embedding_scale=values.get("input_embedding_scale", 1.0),
+            output_multiplier=values.get("output_multiplier", 1.0),
+            final_logit_softcapping=values.get("final_logit_softcapping"),
+        )
+
+
+def default_target_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """The layers that z-lab's code takes when a config names none: evenly from 1 to L - 3; one layer: L // 2."""
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_layers - 1)) for i in range(num_layers))
+
+
+class DFlashDrafter(nn.Module):
+    """A drafter with randomly initialised weights; `checkpoint.load_drafter` fills them from a file."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.build_rotary()
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def build_rotary(self, device: torch.device | None = None) -> None:
+        """RoPE's frequencies are no weights: they follow from the config, on the device where they are wanted."""
+        self.rotary = Qwen3RotaryEmbedding(_rope_config(self.config), device=device)
+
+    def context(self, features: Tensor) -> Context:
+        """Keys and values of the context, for every layer.
+
+        features: [samples, positions, len(target_layer_ids) * hidden], positions 0, 1, ... Right padding is
+        harmless: a block sees only positions before its anchor.
+        """
+        hidden = self.hidden_norm(self.fc(features))
+        positions = torch.arange(features.shape[1], device=features.device)[None]
+        cos, sin = self.rotary(hidden, positions)
+        return [layer.self_attn.context(hidden, cos, sin) for layer in self.layers]
+
+    def forward(self, block_embeds: Tensor, anchors: Tensor, context: Context) -> Tensor:
+        """Draft the same number of blocks for every sample (training).
+
+        block_embeds: [samples, blocks, slots, hidden]; anchors: [samples, blocks]. Returns block_embeds' shape.
+        """
+        samples, blocks = anchors.shape
+        group = Group(slice(0, samples), slice(0, samples * blocks), context[0][0].shape[2])
+        return self.draft(block_embeds.flatten(0, 1), anchors.flatten(), context, [group]).view(block_embeds.shape)
+
+    def draft(
+        self,
+        block_embeds: Tensor,
+        anchors: Tensor,
+        context: Context,
+        groups: Sequence[Group],
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Draft any number of blocks for each sample: the final norm's output at every slot, slot 0 the anchor's.
+
+        block_embeds: [blocks, slots, hidden], input embeddings of [x[s], mask, mask, ...]. anchors: [blocks] int64,
+        the position s of each block's slot 0. groups: which blocks belong to which samples of the context.
+        lengths: [blocks] int64, slots of each block where some are shorter; what comes out past them means nothing.
+        A block attends to the context before its anchor and to itself, never to another block.
+        Returns [blocks, slots, hidden].
+        """
+        slots = torch.arange(block_embeds.shape[1], device=anchors.device)
+        positions = anchors[:, None] + slots
+        cos, sin = self.rotary(block_embeds, positions)
+        real = None if lengths is None else slots < lengths[:, None]
+        hidden = block_embeds
+        for layer, kv in zip(self.layers, context, strict=True):
+            hidden = layer(hidden, Blocks(positions, cos, sin, real, groups), kv)
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """[..., hidden] and the target's head [vocabulary, hidden] → [..., vocabulary], in hidden's dtype."""
+        logits = F.linear(hidden, lm_head)
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        if self.config.final_logit_softcapping:
+            cap = self.config.final_logit_softcapping
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig, index: int) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(config, config.windows[index], config.causal[index])
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, blocks: Blocks, kv: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), blocks, kv)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class BlockAttention(nn.Module):
+    def __init__(self, config: DrafterConfig, window: int | None, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.window, self.causal = window, causal
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def context(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[samples, positions, hidden] → keys and values [samples, kv_heads, positions, head_dim]."""
+        key = self.k_norm(self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim)))
+        value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        return rotate(key, cos, sin).transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
+
+    def forward(self, hidden: Tensor, blocks: Blocks, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """[blocks, slots, hidden] → the same shape."""
+        query = self.q_norm(self.q_proj(hidden).unflatten(-1, (self.heads, self.head_dim)))
+        key = self.k_norm(self.k_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim)))
+        value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
+        query = rotate(query, blocks.cos, blocks.sin) * self.head_dim**-0.5
+        key = rotate(key, blocks.cos, blocks.sin)
+        mixed = [self._attend(query, key, value, blocks, group, kv) for group in blocks.groups]
+        return self.o_proj(mixed[0] if len(mixed) == 1 else torch.cat(mixed))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, group: Group, kv: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """One group's attention, [blocks of the group, slots, heads * head_dim].
+
+        Scores against each sample's one context and against the block itself, then one softmax over both.
+        """
+        context_key, context_value = (x[group.samples, :, : group.positions] for x in kv)
+        samples = len(context_key)
+
+        def by_sample(x: Tensor) -> Tensor:
+            return x[group.blocks].unflatten(0, (samples, -1))
+
+        # [samples, kv_heads, query heads a kv head, blocks a sample, slots, head_dim]; keys and values have no third
+        q = by_sample(query).unflatten(3, (self.kv_heads, -1)).permute(0, 3, 4, 1, 2, 5)
+        k, v = (by_sample(x).permute(0, 3, 1, 2, 4)[:, :, None] for x in (key, value))
+        shape = q.shape[2:5]
+
+        to_context = (q.flatten(2, 4) @ context_key.transpose(2, 3)).unflatten(2, shape)
+        to_block = q @ k.transpose(-1, -2)
+        sees_context, sees_block = self._visible(by_sample(blocks.positions), group.positions)
+        to_context = to_context.masked_fill(~sees_context[:, None, None], -torch.inf)
+        if sees_block is not None:
+            to_block = to_block.masked_fill(~sees_block, -torch.inf)
+        if blocks.real is not None:
+            itself = torch.eye(k.shape[-2], dtype=torch.bool, device=k.device)  # or a slot past the end sees nothing
+            real = by_sample(blocks.real)[:, None, None, :, None] | itself
+            to_block = to_block.masked_fill(~real, -torch.inf)
+        weights = torch.cat([to_context, to_block], dim=-1).softmax(-1, dtype=torch.float32).to(value.dtype)
+        on_context, on_block = weights.split([group.positions, k.shape[-2]], dim=-1)
+        mixed = (on_context.flatten(2, 4) @ context_value).unflatten(2, shape) + on_block @ v
+        return mixed.permute(0, 3, 4, 1, 2, 5).flatten(0, 1).flatten(2)
+
+    def _visible(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+        """From positions [samples, blocks, slots]: masks [samples, blocks, slots, length] over the context and
+        [slots, slots] over the block (None: all of it)."""
+        context = torch.arange(length, device=positions.device)
+        visible = context < positions[..., :1, None]
+        slot = torch.arange(positions.shape[-1], device=positions.device)
+        ahead = slot - slot[:, None]  # key - query
+        if self.window is None:
+            return visible.expand(*positions.shape, length), ahead <= 0 if self.causal else None
+        visible = visible & (positions[..., None] - context < self.window)
+        within = ahead <= 0 if self.causal else ahead < self.window
+        return visible, within & (-ahead < self.window)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm computed in float32, as Qwen3 does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on NeoX halves: x [..., heads, head_dim], cos and sin [..., head_dim]."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos[..., None, :] + torch.cat([-right, left], dim=-1) * sin[..., None, :]
+
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _rope_config(config: DrafterConfig) -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+    )

@@ -1,0 +1,371 @@
+"""Phase 1: run the target once, keep what drafters need.
+
+Prompts → completions.jsonl → one forward over every sequence → shards of layer states → manifest. Each step is
+durable before the next begins, and the plan (batches, shards) depends on the sequences alone, so that a run that was
+killed goes on where it stopped and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_eval import cache as cachefile
+from dflash_eval import completions
+from dflash_eval.batches import plan_batches
+from dflash_eval.cache import Manifest, Sample, ShardWriter
+from dflash_eval.completions import RenderedPrompt
+from dflash_eval.config import Config
+from dflash_eval.drafter.checkpoint import read_config
+from dflash_eval.errors import RunError, UserError
+from dflash_eval.progress import progress
+from dflash_eval.prompts import has_chat_template, load_prompts, render_prompt, stop_token_ids
+from dflash_eval.target import (
+    Target,
+    TargetFiles,
+    capture,
+    device_name,
+    head_positions,
+    load_target,
+    load_tokenizer,
+    software,
+    tokenizer_fingerprint,
+)
+
+HEAD_ROWS = 512  # completion positions whose logits are reduced at once
+
+
+def extract(config: Config, *, force: bool = False, say: Callable[[str], None] = print) -> Path:
+    """Fill `config.cache_dir`; returns it. A complete cache that fits the config is left as it is.
+
+    Raises UserError for what the user must mend, a cache that does not fit the config among it (unless `force`).
+    """
+    folder = config.cache_dir
+    layers = wanted_layers(config)
+    files = TargetFiles.find(config.target)
+    tokenizer = load_tokenizer(files, config.target)
+    if not has_chat_template(tokenizer):
+        say(f"{config.target.model} has no chat template: the prompts go in as plain text")
+    prompts = [
+        RenderedPrompt(
+            prompt.id,
+            prompt.turns[0],
+            render_prompt(
+                tokenizer, prompt, system=config.prompts.system, enable_thinking=config.prompts.enable_thinking
+            ),
+        )
+        for prompt in load_prompts(config.prompts)
+    ]
+    settings = cache_settings(config)
+    settings["target"]["fingerprint"] = files.fingerprint()
+    settings["tokenizer"] = {"fingerprint": tokenizer_fingerprint(tokenizer)}
+    settings["prompts"]["fingerprint"] = _digest([prompt.ids for prompt in prompts])
+    if config.completions.file is not None:
+        settings["completions"]["fingerprint"] = _digest_file(config.completions.file)
+
+    with cachefile.disk_errors(folder), cachefile.lock(folder):
+        manifest = _existing(folder, settings, layers, force, say)
+        if manifest is not None and manifest.complete:
+            for shard in manifest.shards:
+                cachefile.check_shard(folder, shard)
+            say(f"{folder} is complete: {len(manifest.shards)} shards, layers {_join(manifest.layers)}")
+            return folder
+        target = load_target(files, config.target)
+        say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
+        beyond = [layer for layer in layers if layer >= len(target.layers)]
+        if beyond:
+            raise UserError(
+                f"layers {_join(beyond)} do not exist: {config.target.model} has layers 0 to {len(target.layers) - 1}\n"
+                "mend extract.layers, or the drafter whose target_layer_ids name them"
+            )
+        if manifest is None:
+            manifest = _new_manifest(config, settings, layers, target)
+            cachefile.write_manifest(folder, manifest)
+        samples = _completions(folder, config, target, tokenizer, prompts, say)
+        _check_room(folder, manifest, samples, target)
+        _states(folder, manifest, samples, target, config.extract.target_stats)
+        if config.extract.save_head:
+            manifest.head_sha256 = cachefile.write_head(folder, target.head())
+        manifest.complete = True
+        cachefile.write_manifest(folder, manifest)
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    say(f"{folder}: {len(samples)} samples, {tokens:,} tokens, layers {_join(manifest.layers)}")
+    return folder
+
+
+def wanted_layers(config: Config) -> list[int]:
+    """The layers to keep: those listed, or the union over the drafters', and `extra_layers`; sorted."""
+    layers = set(config.extract.extra_layers)
+    if isinstance(config.extract.layers, str):
+        for drafter in config.drafters:
+            layers.update(read_config(drafter).target_layer_ids)
+    else:
+        layers.update(config.extract.layers)
+    return sorted(layers)
+
+
+def cache_settings(config: Config) -> dict[str, Any]:
+    """What a cache must agree with the config on, as far as the config alone tells."""
+    return {
+        "target": config.target.model_dump(mode="json", include={"model", "revision", "dtype"}),
+        "prompts": config.prompts.model_dump(mode="json"),
+        "completions": config.completions.model_dump(
+            mode="json", include={"source", "max_new_tokens", "temperature", "seed"}
+        ),
+    }
+
+
+def differences(cached: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Lines `section.key: the cache has ..., the config says ...` for what `wanted` holds."""
+    return [
+        f"{section}.{key}: the cache has {cached.get(section, {}).get(key)!r}, the config gives {value!r}"
+        for section, keys in wanted.items()
+        for key, value in keys.items()
+        if cached.get(section, {}).get(key) != value
+    ]
+
+
+def _existing(
+    folder: Path, settings: dict[str, Any], layers: Sequence[int], force: bool, say: Callable[[str], None]
+) -> Manifest | None:
+    """The manifest to go on from, or None to begin anew; with `force`, what does not fit is removed."""
+    try:
+        manifest = cachefile.read_manifest(folder)
+    except UserError:
+        if not force:
+            raise
+        manifest = None
+    if manifest is None:
+        if force or not any(folder.glob("states-*.h5")):
+            cachefile.delete_states(folder)
+            (folder / "completions.jsonl").unlink(missing_ok=True)
+            return None
+        raise UserError(f"{folder}: shards without a manifest; remove the folder, or overwrite it with --force")
+    different = differences(manifest.settings, settings)
+    missing = [layer for layer in layers if layer not in manifest.layers]
+    if not different and not missing and not force:
+        return manifest
+    if not force and different:
+        raise UserError(
+            f"{folder} is the cache of something else: {different[0]}"
+            + (f" (and {len(different) - 1} more)" if len(different) > 1 else "")
+            + "\ngive the config another name, or overwrite the cache with --force"
+        )
+    if not force:
+        raise UserError(
+            f"{folder} has layers {_join(manifest.layers)}, not {_join(missing)}\n"
+            "the same command with --force adds them (the completions are kept)"
+        )
+    cachefile.delete_states(folder)
+    if different:
+        (folder / "completions.jsonl").unlink(missing_ok=True)
+    else:
+        say(f"{folder}: completions kept, states extracted anew")
+    return None
+
+
+def _new_manifest(config: Config, settings: dict[str, Any], layers: list[int], target: Target) -> Manifest:
+    return Manifest(
+        name=config.name,
+        settings=settings,
+        layers=layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        dtype=config.target.dtype,
+        target_stats=config.extract.target_stats,
+        batch_tokens=config.extract.max_batch_tokens,
+        shard_bytes=config.extract.shard_bytes,
+        provenance={
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "device": device_name(target.device),
+            "kernels": target.kernels,
+            "software": software(),
+            "target_layers": len(target.layers),
+        },
+    )
+
+
+def _completions(
+    folder: Path,
+    config: Config,
+    target: Target,
+    tokenizer: Any,
+    prompts: Sequence[RenderedPrompt],
+    say: Callable[[str], None],
+) -> list[Sample]:
+    """The completions in the prompts' order; those that an earlier run finished are not made again."""
+    done = cachefile.read_completions(folder)
+    if {prompt.id for prompt in prompts} <= {sample.id for sample in done}:
+        return _in_order(done, prompts)
+    if config.completions.source == "server":
+        raise UserError(
+            "completions.source: server: this version does not fetch completions itself\n"
+            "save them as JSONL (id, completion_ids or text) and set completions.source: file, completions.file: PATH"
+        )
+    if config.completions.source == "file":
+        assert config.completions.file is not None
+        samples = completions.read_file(
+            config.completions.file, tokenizer, prompts, config.completions.max_new_tokens, target.vocab_size
+        )
+        _check_positions(target, samples, 0)
+        cachefile.write_completions(folder, samples)
+        return samples
+    _check_positions(target, prompts, config.completions.max_new_tokens)
+    stop_ids = stop_token_ids(tokenizer, target.model.generation_config)
+    cachefile.write_completions(folder, done)  # drops a line that a killed run left unfinished
+    for batch in completions.generate(
+        target, tokenizer, prompts, config.completions, stop_ids, config.extract.max_batch_tokens, done
+    ):
+        cachefile.append_completions(folder, batch)
+        done += batch
+    stopped = sum(sample.finish_reason == "stop" for sample in done)
+    say(f"{stopped} of {len(done)} completions ended by a stop token")
+    samples = _in_order(done, prompts)
+    cachefile.write_completions(folder, samples)
+    return samples
+
+
+def _in_order(done: Sequence[Sample], prompts: Sequence[RenderedPrompt]) -> list[Sample]:
+    by_id = {sample.id: sample for sample in done}  # a batch that a killed run left in part stands twice: the last counts
+    return [by_id[prompt.id] for prompt in prompts]
+
+
+def _check_positions(target: Target, rows: Sequence[RenderedPrompt] | Sequence[Sample], new_tokens: int) -> None:
+    room = target.max_positions
+    for row in rows:
+        length = (len(row) if isinstance(row, Sample) else len(row.ids)) + new_tokens
+        if room is not None and length > room:
+            raise UserError(
+                f"prompt {row.id!r} leaves no room: it needs {length} positions with its completion, the target has {room}\n"
+                "shorten the prompt or lower completions.max_new_tokens"
+            )
+
+
+def _check_room(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target) -> None:
+    """Refuse before the work rather than on a full disk in the middle of it."""
+    token_bytes = _token_bytes(manifest)
+    needed = sum(map(len, samples)) * token_bytes - sum(shard.bytes for shard in manifest.shards)
+    needed += sum(tensor.nbytes for tensor in target.head().values())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{folder}: no disk space: the states need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free\n"
+            "free some space and run the same command, or set cache_dir to a larger disk"
+        )
+
+
+def _token_bytes(manifest: Manifest) -> int:
+    return len(manifest.layers) * manifest.hidden_size * cachefile.DTYPES[manifest.dtype].itemsize + 12
+
+
+def _plan(manifest: Manifest, samples: Sequence[Sample]) -> list[list[list[int]]]:
+    """Shards of batches of sample indices: consecutive batches until a shard is full."""
+    shards: list[list[list[int]]] = []
+    size = manifest.shard_bytes
+    for batch in plan_batches([len(sample) for sample in samples], manifest.batch_tokens):
+        if size >= manifest.shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(batch)
+        size += sum(len(samples[i]) for i in batch) * _token_bytes(manifest)
+    return shards
+
+
+def _states(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target, stats: bool) -> None:
+    """Write the shards that are not there yet."""
+    plan = _plan(manifest, samples)
+    for shard in manifest.shards:
+        cachefile.check_shard(folder, shard)
+    todo = plan[len(manifest.shards) :]
+    total = sum(len(samples[i]) for shard in todo for batch in shard for i in batch)
+    with progress("extract", total) as advance:
+        for number, batches in enumerate(todo, len(manifest.shards)):
+            inside = [samples[i] for batch in batches for i in batch]
+            path = folder / f"states-{number:05d}.h5"
+            writer = ShardWriter(path, inside, manifest.layers, manifest.hidden_size, manifest.dtype, stats)
+            try:
+                first = 0
+                for batch in batches:
+                    _forward(target, [samples[i] for i in batch], manifest.layers, writer, first, stats)
+                    first += len(batch)
+                    advance(sum(len(samples[i]) for i in batch))
+                manifest.shards.append(writer.close())
+            except BaseException:
+                writer.discard()
+                raise
+            cachefile.write_manifest(folder, manifest)
+
+
+@torch.inference_mode()
+def _forward(
+    target: Target, batch: Sequence[Sample], layers: Sequence[int], writer: ShardWriter, first: int, stats: bool
+) -> None:
+    """One forward over right-padded sequences; the states of real tokens go to the shard, from sample `first` on."""
+    width = max(map(len, batch))
+    ids = torch.tensor([sample.input_ids + [0] * (width - len(sample)) for sample in batch], device=target.device)
+    lengths = torch.tensor([len(sample) for sample in batch], device=target.device)
+    mask = torch.arange(width, device=target.device) < lengths[:, None]
+    # The head runs where it says something of a completion token: positions P - 1 ... N - 2 of each row.
+    rows = [
+        torch.arange(len(sample.prompt_ids) - 1, len(sample) - 1, device=target.device) + row * width if stats else []
+        for row, sample in enumerate(batch)
+    ]
+    positions = torch.cat([torch.as_tensor(r, dtype=torch.int64, device=target.device) for r in rows])
+    try:
+        with capture(target, layers) as states, head_positions(target, positions):
+            logits = target.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[0]
+    except torch.OutOfMemoryError:
+        raise RunError(
+            f"the GPU ran out of memory on a batch of {ids.numel()} tokens; finished shards are kept\n"
+            "lower extract.max_batch_tokens (with --force) or free the GPU, and run the same command"
+        ) from None
+    for layer in layers:
+        kept = states[layer].to("cpu", cachefile.DTYPES[writer.dtype])
+        for row, sample in enumerate(batch):
+            writer.write_hidden(first + row, layer, kept[row, : len(sample)])
+    if not stats:
+        return
+    argmax, logprob = _token_stats(logits, ids.flatten()[(positions + 1).to(ids.device)])
+    start = 0
+    for row, sample in enumerate(batch):
+        end = start + len(sample.completion_ids)
+        writer.write_stats(first + row, argmax[start:end], logprob[start:end])
+        start = end
+
+
+def _token_stats(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """logits [rows, vocabulary], tokens [rows] → the argmax (int32) and the tokens' log-probability (float32)."""
+    argmax, logprob = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    for start in range(0, len(logits), HEAD_ROWS):
+        chunk = logits[start : start + HEAD_ROWS].float()
+        token = tokens[start : start + HEAD_ROWS].to(chunk.device)
+        argmax.append(chunk.argmax(-1).int().cpu().numpy())
+        logprob.append((chunk.gather(1, token[:, None])[:, 0] - chunk.logsumexp(-1)).cpu().numpy())
+    return np.concatenate(argmax), np.concatenate(logprob)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _digest_file(path: Path) -> str:
+    try:
+        return cachefile.sha256(path)[:16]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); completions.file names it") from None
+
+
+def _kernels(target: Target) -> str:
+    return ", ".join(f"{name} {kernel}" for name, kernel in target.kernels.items())
+
+
+def _join(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

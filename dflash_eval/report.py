@@ -1,0 +1,154 @@
+"""Results → results.json, report.md and the table on the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dflash_eval.cache import write_atomically
+
+
+def write_report(results: dict[str, Any], folder: Path) -> None:
+    write_atomically(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(folder / "report.md", markdown(results))
+
+
+def print_report(results: dict[str, Any], console: Console) -> None:
+    console.print(_headline(results))
+    header, rows = _main_table(results)
+    table = Table()
+    for title in header:
+        table.add_column(title, justify="left" if title == "drafter" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row, style="bold" if "(reference)" in row[0] else "")
+    console.print(table)
+    header, rows = _budget_table(results)
+    table = Table(title="DDTree: τ by budget (nodes under the root)", title_justify="left")
+    for title in header:
+        table.add_column(title, justify="left" if title == "drafter" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for line in gaps(results):
+        console.print(line, highlight=False)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The report as GitHub-flavoured Markdown."""
+    parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
+    parts += [f"- {line}" for line in gaps(results)]
+    parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*_budget_table(results))]
+    parts += ["## Position acceptance (share of cycles that accept at least i drafts)", _markdown_table(*_slot_table(results))]
+    parts += ["## τ by prompt", _markdown_table(*_prompt_table(results))]
+    parts += ["## Provenance", "```json\n" + json.dumps(_provenance(results), indent=2, ensure_ascii=False) + "\n```"]
+    parts += [
+        "τ is the mean over prompts of each prompt's mean acceptance length; τ micro is committed tokens / cycles over "
+        "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt."
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def gaps(results: dict[str, Any]) -> list[str]:
+    """One line a candidate: how far below or above the reference it is, in τ."""
+    lines = []
+    for row in results["comparisons"]:
+        if row["metric"] != "tau" or row["ratio"] is None:
+            continue
+        low, high = row["difference_ci95"] or (None, None)
+        within = f" [{low:+.2f}, {high:+.2f}]" if low is not None else ""
+        lines.append(
+            f"{row['candidate']}: τ {row['candidate_value']:.2f}, {gap(row['ratio'])} {row['reference']}'s "
+            f"{row['reference_value']:.2f} (difference {row['difference']:+.2f}{within})"
+        )
+    return lines
+
+
+def gap(ratio: float) -> str:
+    """A ratio in words: "4.1× below", "1.2× above", "level with"."""
+    if 0.995 <= ratio < 1.005:
+        return "level with"
+    return f"{1 / ratio:.2g}× below" if ratio < 1 else f"{ratio:.2g}× above"
+
+
+def _headline(results: dict[str, Any]) -> str:
+    cache = results["cache"]
+    agreement = cache["greedy_agreement"]
+    text = f"{cache['target']}: {cache['samples']} prompts, {cache['completion_tokens']:,} completion tokens"
+    empty = sum(not sample["acceptance_lengths"] for sample in results["drafters"][0]["samples"])
+    if empty:
+        text += f" ({empty} of the completions have 0 or 1 tokens and no cycle)"
+    return text + (f", greedy agreement {agreement:.4f}" if agreement is not None else "")
+
+
+def _main_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    width = results["drafters"][0]["ddtree_width"]["k"]
+    ratios = {row["candidate"]: row["ratio"] for row in results["comparisons"] if row["metric"] == "tau"}
+    header = ["drafter", "τ", "95% interval", "τ micro", "cycles", f"DDTree-{width}", "95% interval", "against reference"]
+    rows = []
+    for drafter in results["drafters"]:
+        ratio = ratios.get(drafter["name"])
+        rows.append([
+            drafter["name"] + (" (reference)" if drafter["reference"] else ""),
+            _number(drafter["tau"]),
+            _interval(drafter["tau_ci95"]),
+            _number(drafter["tau_micro"]),
+            str(drafter["cycles"]),
+            _number(drafter["ddtree_width"]["tau"]),
+            _interval(drafter["ddtree_width"]["tau_ci95"]),
+            gap(ratio) if ratio is not None else "",
+        ])  # fmt: skip
+    return header, rows
+
+
+def _budget_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["drafter", *(str(entry["budget"]) for entry in results["drafters"][0]["ddtree_budget"])]
+    rows = [
+        [drafter["name"], *(_number(entry["tau"]) for entry in drafter["ddtree_budget"])]
+        for drafter in results["drafters"]
+    ]
+    return header, rows
+
+
+def _slot_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    slots = max(len(drafter["position_acceptance"]) for drafter in results["drafters"])
+    rows = []
+    for drafter in results["drafters"]:
+        shares = [f"{share:.2f}" for share in drafter["position_acceptance"]]
+        rows.append([drafter["name"], *shares, *[""] * (slots - len(shares))])
+    return ["drafter", *(str(i + 1) for i in range(slots))], rows
+
+
+def _prompt_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    drafters = results["drafters"]
+    rows = []
+    for samples in zip(*(drafter["samples"] for drafter in drafters), strict=True):
+        lengths = [sample["acceptance_lengths"] for sample in samples]
+        tokens = sum(lengths[0]) + 1 if lengths[0] else "0 or 1"
+        rows.append([samples[0]["id"], str(tokens), *(_number(sum(x) / len(x) if x else None) for x in lengths)])
+    return ["prompt", "tokens", *(drafter["name"] for drafter in drafters)], rows
+
+
+def _provenance(results: dict[str, Any]) -> dict[str, Any]:
+    drafters = [
+        {key: drafter[key] for key in ("name", "checkpoint", "format", "block_size", "target_layer_ids", "mask_token_id")}
+        for drafter in results["drafters"]
+    ]
+    return {"cache": results["cache"], "evaluation": results["provenance"], "drafters": drafters}
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _interval(interval: Any) -> str:
+    return "-" if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"

@@ -1,0 +1,70 @@
+"""Where models come from: a local path, a file inside an installed package, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from dflash_eval.errors import UserError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SAMPLED_BLOCK = 64 * 1024
+
+
+def resolve(spec: str, revision: str | None = None, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
+    """The local path of `spec`: `package:<module>/<path>`, an existing path, or a hub id (`files` are fetched).
+
+    Raises UserError, one line, for what cannot be had. A package is located, never imported.
+    """
+    if spec.startswith("package:"):
+        return _in_package(spec)
+    path = Path(spec).expanduser()
+    if path.exists():
+        return path
+    if not HUB_ID.fullmatch(spec):
+        raise UserError(f"{spec}: no such file or folder")
+    try:
+        return Path(snapshot_download(spec, revision=revision, allow_patterns=list(files), ignore_patterns=["original/*"]))
+    except RepositoryNotFoundError:
+        reason = "there is no such model on the Hugging Face hub, or it needs a token (HF_TOKEN)"
+    except LocalEntryNotFoundError:
+        reason = "the Hugging Face hub cannot be reached and nothing is cached"
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0]
+    raise UserError(f"{spec}: no such file or folder here, and {reason}")
+
+
+def _in_package(spec: str) -> Path:
+    module, _, inner = spec.removeprefix("package:").partition("/")
+    found = importlib.util.find_spec(module) if module.isidentifier() else None
+    if found is None or found.origin is None:
+        raise UserError(f"{spec}: the Python package {module!r} is not installed")
+    root = Path(found.origin).parent.resolve()
+    path = (root / inner).resolve()
+    if not path.is_relative_to(root) or not path.exists():
+        raise UserError(f"{spec}: the package {module!r} has no {inner!r}")
+    return path
+
+
+def fingerprint(path: Path) -> str:
+    """Names a model's files by content: names, sizes, small files whole, large ones by 64 KiB at five places.
+
+    The five places tell one fine-tune from another without reading 50 GB; they are no protection from an adversary.
+    """
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors", ".gguf"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(json.dumps([file.name, size]).encode())
+        with open(file, "rb") as handle:
+            for place in range(5):
+                handle.seek((size - SAMPLED_BLOCK) * place // 4 if size > 5 * SAMPLED_BLOCK else SAMPLED_BLOCK * place)
+                digest.update(handle.read(SAMPLED_BLOCK))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,279 @@
+"""The target LLM: load it, capture its decoder layers, say which kernels it really calls."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from dflash_eval.cache import DTYPES
+from dflash_eval.config import TargetConfig
+from dflash_eval.errors import UserError
+from dflash_eval.sources import fingerprint, resolve
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+INSTALL = {"fla": "pip install flash-linear-attention", "causal_conv1d": "pip install causal-conv1d"}
+
+
+@dataclass
+class Target:
+    model: Any
+    layers: nn.ModuleList
+    device: torch.device
+    kernels: dict[str, str]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def head(self) -> dict[str, Tensor]:
+        """`embed_tokens.weight`, `lm_head.weight` (absent when tied) and the final `norm.weight` (where found)."""
+        embedding = self.model.get_input_embeddings().weight
+        tensors = {"embed_tokens.weight": embedding}
+        head = self.model.get_output_embeddings().weight
+        if head is not embedding and not (head.data_ptr() == embedding.data_ptr() and head.shape == embedding.shape):
+            tensors["lm_head.weight"] = head
+        norm = _final_norm(self.model, self.layers)
+        if norm is not None:
+            tensors["norm.weight"] = norm.weight
+        return tensors
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """Where a target's files lie; known without loading it."""
+
+    folder: Path
+    gguf: str | None
+
+    @classmethod
+    def find(cls, config: TargetConfig) -> TargetFiles:
+        path = resolve(config.model, config.revision, MODEL_FILES)
+        if path.is_dir():
+            return cls(path, None)
+        if path.suffix != ".gguf":
+            raise UserError(f"{config.model}: a target is a model folder, a hub id or a .gguf file")
+        return cls(path.parent, path.name)
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.folder / self.gguf if self.gguf else self.folder)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"gguf_file": self.gguf} if self.gguf else {}
+
+
+def load_tokenizer(files: TargetFiles, config: TargetConfig) -> Any:
+    with _load_errors(config):
+        return AutoTokenizer.from_pretrained(
+            files.folder, trust_remote_code=config.trust_remote_code, **files.arguments()
+        )
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, sorted(tokenizer.all_special_ids)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises UserError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name!r}: not a device; say auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise UserError(f"device {name!r}: PyTorch sees {found} CUDA device{'s' if found != 1 else ''} here")
+    return device
+
+
+def load_target(files: TargetFiles, config: TargetConfig) -> Target:
+    """Load a causal LM, or the language model of a multimodal one, for inference.
+
+    Raises UserError for what cannot be loaded and for a required kernel that the target would not run on.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    device = pick_device(config.device)
+    with _load_errors(config):
+        if not files.gguf:  # a GGUF holds no linear attention that needs a kernel, and its config is slow to read
+            _require_kernels(files, config)
+        auto = AutoModelForCausalLM
+        if not files.gguf:
+            described = AutoConfig.from_pretrained(files.folder, trust_remote_code=config.trust_remote_code)
+            remote = config.trust_remote_code and hasattr(described, "auto_map")
+            if type(described) not in AutoModelForCausalLM._model_mapping and not remote:
+                auto = AutoModelForImageTextToText
+        model = auto.from_pretrained(
+            files.folder,
+            dtype=DTYPES[config.dtype],
+            device_map=config.device_map or {"": device},
+            trust_remote_code=config.trust_remote_code,
+            **files.arguments(),
+        ).eval()
+    return Target(model, find_layers(model), model.get_input_embeddings().weight.device, kernels_of(model))
+
+
+@contextmanager
+def _load_errors(config: TargetConfig) -> Iterator[None]:
+    """Turn what transformers says about unreadable model files into one plain error."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"{config.model}: cannot be loaded as a target: {reason[:300]}") from error
+
+
+def find_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers: the module list as long as the text config says. Raises UserError naming the lists seen."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    fitting = [name for name, module in lists.items() if len(module) == count]
+    decoder = [name for name in fitting if not any(part in name for part in ("visual", "vision", "audio", "encoder"))]
+    if len(decoder) != 1:
+        seen = ", ".join(f"{name} ({len(module)})" for name, module in list(lists.items())[:8]) or "none"
+        raise UserError(f"{type(model).__name__}: cannot tell its {count} decoder layers; module lists seen: {seen}")
+    layers: nn.ModuleList = lists[decoder[0]]  # type: ignore[assignment]
+    return layers
+
+
+def _final_norm(model: Any, layers: nn.ModuleList) -> Any:
+    """The norm that stands beside the decoder layers."""
+    for module in model.modules():
+        if any(child is layers for child in module.children()):
+            for name in ("norm", "ln_f", "final_layernorm", "final_layer_norm"):
+                if hasattr(module, name):
+                    return getattr(module, name)
+    return None
+
+
+@contextmanager
+def capture(target: Target, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Within this context every forward leaves the wanted layers' outputs [batch, positions, hidden] in the dict.
+
+    Hooks rather than `output_hidden_states`: that list holds the last layer's state after the final norm.
+    """
+    states: dict[int, Tensor] = {}
+
+    def keep(layer_id: int) -> Any:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            states[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [target.layers[i].register_forward_hook(keep(i)) for i in layer_ids]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def head_positions(target: Target, positions: Tensor) -> Iterator[None]:
+    """Within this context the LM head runs on `positions` alone: [rows] int64 into the flattened batch.
+
+    The model's own code still scales or caps what comes out: logits are [1, rows, vocabulary].
+    """
+
+    def select(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+        hidden = arguments[0]
+        return (hidden.reshape(1, -1, hidden.shape[-1])[:, positions.to(hidden.device)],)
+
+    handle = target.model.get_output_embeddings().register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def kernels_of(model: Any) -> dict[str, str]:
+    """Which implementation each of the target's exchangeable functions is bound to, e.g.
+
+    {"attention": "sdpa", "chunk_gated_delta_rule": "fla 0.6.0", "causal_conv1d_fn": "torch"}. transformers binds such
+    a function to its package when the modelling file is imported; the binding is read, not guessed from what is
+    installed.
+    """
+    found = {"attention": str(getattr(model.config, "_attn_implementation", "?"))}
+    for name, (_, package) in _bound_functions(model).items():
+        found[name] = f"{package} {_version(package)}" if package else "torch"
+    return found
+
+
+def _bound_functions(model: Any) -> dict[str, tuple[str, str | None]]:
+    """name → (package that offers a kernel, package that is really called or None for the torch fallback)."""
+    bound = {}
+    for module_name in {type(module).__module__ for module in model.modules()}:
+        for name, function in vars(sys.modules[module_name]).items():
+            if not inspect.isfunction(function):
+                continue
+            outer = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+            implementation, package = outer.get("implementation"), outer.get("package")
+            if callable(implementation) and isinstance(package, str):
+                root = implementation.__module__.partition(".")[0]
+                bound[name.removeprefix("torch_")] = (package, package if root == package else None)
+    return bound
+
+
+def _require_kernels(files: TargetFiles, config: TargetConfig) -> None:
+    """Refuse before any weight is read: the model's classes are looked at on the meta device."""
+    if not config.require_kernels:
+        return
+    described = AutoConfig.from_pretrained(files.folder, trust_remote_code=config.trust_remote_code)
+    with torch.device("meta"):
+        mapping = AutoModelForCausalLM._model_mapping
+        auto = AutoModelForCausalLM if type(described) in mapping else AutoModelForImageTextToText
+        skeleton = auto.from_config(described, trust_remote_code=config.trust_remote_code)
+    for name, (offered, called) in _bound_functions(skeleton).items():
+        if offered in config.require_kernels and called is None:
+            raise UserError(
+                f"{config.model}: {name} would run on the torch fallback, but target.require_kernels asks for {offered}\n"
+                f"install it ({INSTALL[offered]}) or set target.require_kernels: []"
+            )
+
+
+def software() -> dict[str, str]:
+    """Versions of what computes and stores."""
+    names = ("dflash-eval", "torch", "transformers", "flash-linear-attention", "causal-conv1d", "h5py", "numpy")
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+
+
+def _version(package: str) -> str:
+    distribution = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}.get(package, package)
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "?"
