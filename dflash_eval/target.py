@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -140,7 +141,7 @@ def _load_errors(config: TargetConfig) -> Iterator[None]:
     """Turn what transformers says about unreadable model files into one plain error."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

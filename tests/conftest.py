@@ -75,9 +75,19 @@ def tiny_config(kind: str):
 def make_target(folder: Path, kind: str) -> Path:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(tiny_config(kind)).float().eval()
-    model.generation_config.eos_token_id = END
+    tokenizer = tiny_tokenizer()
+    # A random model never says <|end|>; a token that it says in the middle of some answers stops them instead.
+    answers = []
+    for prompt in PROMPTS:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
+                                            return_tensors="pt", return_dict=False)  # fmt: skip
+        answers.append(model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist())
+    said = [{token: answer.index(token) for token in answer} for answer in answers]
+    some = [token for own in said for token in own if any(token not in other for other in said)]
+    stop = max(some, key=lambda token: min(own.get(token, 40) for own in said))
+    model.generation_config.eos_token_id = [stop, END]
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -117,7 +127,7 @@ def save_drafter(folder: Path, raw: dict, state: dict[str, torch.Tensor] | None 
     return folder
 
 
-def write_config(folder: Path, target: Path, drafters: list[tuple[str, Path]], **sections) -> Path:
+def write_config(folder: Path, model: Path, drafters: list[tuple[str, Path]], **sections) -> Path:
     prompts = folder / "prompts.jsonl"
     if not prompts.exists():
         prompts.write_text("".join(json.dumps({"id": f"p{i}", "prompt": p}) + "\n" for i, p in enumerate(PROMPTS)))
@@ -125,7 +135,7 @@ def write_config(folder: Path, target: Path, drafters: list[tuple[str, Path]], *
         "name": "tiny",
         "cache_dir": str(folder / "cache"),
         "results_dir": str(folder / "results"),
-        "target": {"model": str(target), "device": "cpu", "dtype": "float32"},
+        "target": {"model": str(model), "device": "cpu", "dtype": "float32"},
         "prompts": {"source": str(prompts)},
         "completions": {"max_new_tokens": 40},
         "drafters": [

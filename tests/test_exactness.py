@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from conftest import END, drafter_json, save_drafter, write_config
+from conftest import drafter_json, save_drafter, write_config
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
 from dflash_eval.evaluate import evaluate
@@ -22,7 +22,7 @@ def check(config, target_folder, drafter_folder, loop, prompts=None):
     ours = {sample["id"]: sample["acceptance_lengths"] for sample in results["drafters"][0]["samples"]}
     for sample in cache.samples[:prompts]:
         text, lengths = getattr(oracles, loop)(
-            target, drafter, sample.prompt_ids, config.completions.max_new_tokens, [END]
+            target, drafter, sample.prompt_ids, config.completions.max_new_tokens, target.generation_config.eos_token_id
         )
         assert text == sample.completion_ids
         assert ours[sample.id] == lengths

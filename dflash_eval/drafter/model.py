@@ -142,16 +142,17 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.build_rotary()
+        self.rotary = Qwen3RotaryEmbedding(_rope_config(config))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def build_rotary(self, device: torch.device | None = None) -> None:
-        """RoPE's frequencies are no weights: they follow from the config, on the device where they are wanted."""
-        self.rotary = Qwen3RotaryEmbedding(_rope_config(self.config), device=device)
+    def build_rotary(self, device: torch.device) -> None:
+        """RoPE's frequencies are no weights: a drafter made on the meta device needs them from the config."""
+        with device:
+            self.rotary = Qwen3RotaryEmbedding(_rope_config(self.config))
 
     def context(self, features: Tensor) -> Context:
         """Keys and values of the context, for every layer.

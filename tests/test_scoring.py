@@ -1,0 +1,51 @@
+"""Ranks and log-probabilities equal a full sort of the whole vocabulary."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import drafter_json
+from dflash_eval.drafter import scoring
+from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.errors import UserError
+
+
+def slow_rank(row: list[float], token: int) -> int:
+    return sorted(range(len(row)), key=lambda i: (-row[i], i)).index(token)
+
+
+@given(st.data())
+def test_rank_is_the_place_in_a_stable_sort_ties_and_all(data):
+    size = data.draw(st.integers(2, 12))
+    n = data.draw(st.integers(1, size))
+    rows = data.draw(st.lists(st.lists(st.integers(-3, 3), min_size=size, max_size=size), min_size=1, max_size=4))
+    tokens = [data.draw(st.integers(-1, size - 1)) for _ in rows]
+    ranks, _ = scoring.rank_rows(torch.tensor(rows).float(), torch.tensor(tokens), n)
+    assert ranks.tolist() == [
+        n if token < 0 else min(n, slow_rank(row, token)) for row, token in zip(rows, tokens, strict=True)
+    ]
+
+
+def test_top_logprobs_are_the_sorted_log_softmax():
+    logits = 5 * torch.randn(7, 300)
+    _, top = scoring.rank_rows(logits.clone(), torch.zeros(7, dtype=torch.int64), 20)
+    torch.testing.assert_close(top, logits.log_softmax(-1).sort(-1, descending=True).values[:, :20])
+
+
+def test_row_chunks_change_nothing(monkeypatch):
+    drafter = DFlashDrafter(DrafterConfig.from_dict(drafter_json(final_logit_softcapping=2.0, output_multiplier=3.0)))
+    hidden, head = torch.randn(50, 32), torch.randn(260, 32)
+    tokens = torch.randint(-1, 260, (50,))
+    whole = scoring.score(drafter, hidden, head, tokens, 16)
+    monkeypatch.setitem(scoring.LOGIT_BYTES, "cpu", 1)
+    for ours, chunked in zip(whole, scoring.score(drafter, hidden, head, tokens, 16), strict=True):
+        torch.testing.assert_close(ours, chunked)
+    logits = 3 * hidden @ head.T
+    expected = (2 * torch.tanh(logits / 2)).log_softmax(-1).topk(16).values
+    torch.testing.assert_close(whole[1], expected)
+
+
+def test_a_drafter_that_emits_nan_is_named_as_broken():
+    with pytest.raises(UserError, match="not finite"):
+        scoring.rank_rows(torch.tensor([[0.0, float("nan")]]), torch.tensor([0]), 1)
