@@ -6,4 +6,4 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """The run failed through no fault in the input (exit status 1)."""
+    """The run failed through no fault of what the user gave (exit status 1)."""
