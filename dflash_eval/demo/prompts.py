@@ -1,11 +1,36 @@
 """Thousands of short coding prompts to train the demo's drafters on, none of them a task of `builtin:coding-10`.
 
-A few hundred tasks times phrasings times requests; what to hold out is listed in `tests/test_demo_prompts.py`.
+Two kinds: a few hundred tasks times phrasings times requests (`composed_prompts`), and prompts that the target writes
+itself when it is given the first words of a user's turn (`OPENINGS`; `first_sentences` trims them).
 """
 
 from __future__ import annotations
 
 import random
+import re
+
+# What the tasks of builtin:coding-10 are about; a prompt that touches it is not trained on.
+HELD_OUT = re.compile(
+    r"fizz|buzz|binary.?search|linked.?list|\blru\b|least recently|word.?(count|frequenc)"
+    r"|(count|frequenc)\w* of .*\bword"
+    r"|how (often|many times) .*\bword|interval|transpos|bracket|parenthes|\bsieve|eratosthenes|\bprimes?\b|\bcsv\b",
+    re.IGNORECASE,
+)
+
+OPENINGS = (
+    "Write a Python function that",
+    "Write a Python function to",
+    "Write a Python function `",
+    "Write a Python program that",
+    "Write a short Python script that",
+    "Write Python code to",
+    "Create a Python function that",
+    "Implement a Python function that",
+    "Implement a Python class",
+    "Define a Python class",
+    "Using Python,",
+    "How can I use Python to",
+)
 
 # signature: what the function does, in the third person
 TASKS = """
@@ -392,7 +417,7 @@ REQUESTS = (
 LANGUAGES = ("JavaScript", "Java", "C", "C++", "Go", "TypeScript", "Ruby", "Rust")
 
 
-def training_prompts(n: int, seed: int) -> list[str]:
+def composed_prompts(n: int, seed: int) -> list[str]:
     """n distinct prompts, the same for the same seed; about one in ten asks for another language than Python."""
     draw = random.Random(seed)
     prompts: dict[str, None] = {}
@@ -402,5 +427,20 @@ def training_prompts(n: int, seed: int) -> list[str]:
         text = draw.choice(phrases).format(
             signature=signature, name=signature.split("(")[0], does=does, language=draw.choice(LANGUAGES)
         )
-        prompts[text + draw.choice(REQUESTS)] = None
+        text += draw.choice(REQUESTS)
+        if not HELD_OUT.search(text):
+            prompts[text] = None
     return list(prompts)
+
+
+def first_sentences(text: str, ended: bool) -> str | None:
+    """The whole sentences of a prompt's first line, or None when there is none fit to train on.
+
+    ended: whether the writer ended the turn itself rather than running into a length limit.
+    """
+    line, newline, _ = text.partition("\n")
+    line = line.strip()
+    if not ended and not newline:
+        line = line[: max(line.rfind(end) for end in (". ", "? ")) + 1]
+    fit = len(line.split()) >= 6 and line.isascii() and line[-1:] in (".", "?") and not HELD_OUT.search(line)
+    return line if fit else None

@@ -7,27 +7,32 @@ The `flawed` drafter has the three faults that this project was born from, all e
 1. the target's last layer is among the inputs of `fc` (in place of the last but two);
 2. noise is added to the combined features, and the teacher's logits are computed from that same noised last layer;
 3. 70% of the loss is KL to those soft logits, 30% hard cross-entropy.
+
+Both learn from the target's own greedy answers. The target's features are computed once and stay on the device: at
+the default sizes 16 GB; a smaller GPU takes fewer `--prompts`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_eval.batches import plan_batches
 from dflash_eval.completions import generate_batch
 from dflash_eval.config import CompletionsConfig, TargetConfig
-from dflash_eval.demo.prompts import training_prompts
+from dflash_eval.demo.prompts import OPENINGS, composed_prompts, first_sentences
 from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
 from dflash_eval.target import Target, TargetFiles, capture, load_target, load_tokenizer
 
@@ -36,9 +41,10 @@ END_OF_TURN = 2  # <|im_end|>
 MASK = 11  # <jupyter_start>: in SmolLM2's vocabulary, never in its chats
 BLOCK = 16
 SLOT_DECAY = 7.0
-NOISE = 0.5  # standard deviation of the flawed recipe's noise, in units of each feature slice's RMS
-SOFT = 0.7
-HELD_OUT = 128  # sequences kept for the τ estimate
+SOFT = 0.7  # the flawed loss's share of KL
+PROMPT_TOKENS = 40  # the longest prompt that the target writes
+TEMPERATURE = 0.8  # they are sampled at
+HELD_OUT_ROWS = 128  # sequences kept for the τ estimate
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,233 @@ class Sequences:
     prompt_lengths: Tensor
     lengths: Tensor
 
-    def batch(self, rows: Tensor, device: torch.device) -> Sequences:
-        """These rows, cut to their longest, on the device."""
-        lengths = self.lengths[rows]
-        width = min(-(-int(lengths.max()) // 64) * 64, self.ids.shape[1])  # few distinct shapes
-        return Sequences(
-            self.ids[rows, :width].long().to(device), self.prompt_lengths[rows].to(device), lengths.to(device)
+    def __getitem__(self, rows: Tensor) -> Sequences:
+        return Sequences(self.ids[rows], self.prompt_lengths[rows], self.lengths[rows])
+
+    def to(self, device: torch.device) -> Sequences:
+        return Sequences(self.ids.to(device), self.prompt_lengths.to(device), self.lengths.to(device))
+
+
+# Data: prompts and the target's answers
+
+
+def training_prompts(target: Target, tokenizer: Any, n: int, share: float, rows: int, seed: int) -> list[str]:
+    """n distinct prompts, a share of them written by the target itself, the rest composed; shuffled."""
+    written: dict[str, None] = {}
+    tries = _written_prompts(target, tokenizer, rows, seed)
+    while len(written) < share * n:
+        written.update(dict.fromkeys(next(tries)))
+    prompts = list(written)[: int(share * n)]
+    prompts += composed_prompts(n - len(prompts), seed)
+    random.Random(seed).shuffle(prompts)
+    return prompts
+
+
+def _written_prompts(target: Target, tokenizer: Any, rows: int, seed: int) -> Iterator[list[str]]:
+    """What the target makes of the first words of a user's turn, `rows` tries at a time, without end."""
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "{}"}], tokenize=False)
+    before = chat[: chat.index("{}")]
+    while True:
+        openings = [OPENINGS[i % len(OPENINGS)] for i in range(rows)]
+        asked = [tokenizer.encode(before + opening, add_special_tokens=False) for opening in openings]
+        torch.manual_seed(seed)
+        config = CompletionsConfig(max_new_tokens=PROMPT_TOKENS, temperature=TEMPERATURE)
+        said = generate_batch(target, asked, config, [END_OF_TURN])
+        texts = [
+            first_sentences(opening + tokenizer.decode(ids, skip_special_tokens=True), ids[-1] == END_OF_TURN)
+            for opening, ids in zip(openings, said, strict=True)
+        ]
+        yield [text for text in texts if text]
+        seed += 1
+
+
+def answers(target: Target, tokenizer: Any, prompts: list[str], new_tokens: int, rows: int) -> Sequences:
+    """The target's greedy answers to the prompts, through its chat template."""
+    asked = [
+        list(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+            )
         )
+        for prompt in prompts
+    ]
+    config = CompletionsConfig(max_new_tokens=new_tokens)
+    longest = max(map(len, asked)) + new_tokens
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int32)
+    lengths = torch.zeros(len(prompts), dtype=torch.int64)
+    for batch in plan_batches([len(ask) for ask in asked], rows * longest, new_tokens):
+        start = time.time()
+        said = generate_batch(target, [asked[i] for i in batch], config, [END_OF_TURN])
+        for i, completion in zip(batch, said, strict=True):
+            sequence = asked[i] + completion
+            ids[i, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32)
+            lengths[i] = len(sequence)
+        print(f"{len(batch)} answers, {sum(map(len, said)) / (time.time() - start):,.0f} tokens/s", flush=True)
+    return Sequences(ids, torch.tensor([len(ask) for ask in asked]), lengths)
+
+
+@torch.no_grad()
+def features(target: Target, recipe: Recipe, data: Sequences, rows: int = 256) -> Tensor:
+    """Clean context features [n, width, layers * hidden], in the target's dtype and on its device."""
+    n, width = data.ids.shape
+    size = target.hidden_size
+    whole = torch.empty(n, width, len(recipe.layer_ids) * size, dtype=target.model.dtype, device=target.device)
+    for start in range(0, n, rows):
+        with capture(target, recipe.layer_ids) as states:
+            target.model.base_model(input_ids=data.ids[start : start + rows].long().to(target.device), use_cache=False)
+        for i, layer in enumerate(recipe.layer_ids):
+            whole[start : start + rows, :, i * size : (i + 1) * size] = states[layer]
+    return whole
+
+
+# One step
+
+
+def draw_anchors(batch: Sequences, count: int) -> Tensor:
+    """Random anchors [n, count], each with at least one token after it: P <= s < N - 1."""
+    room = (batch.lengths - 1 - batch.prompt_lengths).clamp_min(1)[:, None]
+    drawn = (torch.rand(len(room), count, device=room.device) * room).long()
+    return torch.minimum(batch.prompt_lengths[:, None] + drawn, batch.lengths[:, None] - 1)
+
+
+def blocks(batch: Sequences, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For anchors [n, a]: block ids [n, a, B], and slots 1 ... B - 1: the tokens and whether they are there."""
+    places = anchors[..., None] + torch.arange(1, BLOCK, device=anchors.device)
+    there = places < batch.lengths[:, None, None]
+    ids = batch.ids.long()
+    truth = ids.gather(1, places.clamp_max(ids.shape[1] - 1).flatten(1)).view_as(places)
+    block = torch.full((*anchors.shape, BLOCK), MASK, device=anchors.device)
+    block[..., 0] = ids.gather(1, anchors)
+    return block, truth, there
+
+
+def noised(context: Tensor, slices: int, noise: float) -> Tensor:
+    """Gaussian noise on the combined features, `noise` times each layer slice's RMS at each position."""
+    parts = context.float().unflatten(-1, (slices, -1))
+    parts = parts + noise * parts.square().mean(-1, keepdim=True).sqrt() * torch.randn_like(parts)
+    return parts.flatten(-2)
+
+
+def draft(
+    drafter: DFlashDrafter, target: Target, context: Tensor, batch: Sequences, anchors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [n, a, B - 1, vocabulary] of the blocks at the anchors, the true tokens and whether they are there."""
+    block, truth, there = blocks(batch, anchors)
+    with torch.autocast(anchors.device.type, torch.bfloat16, enabled=anchors.device.type == "cuda"):
+        embeds = F.embedding(block, target.model.get_input_embeddings().weight)
+        hidden = drafter(embeds.float(), anchors, drafter.context(context.float()))[:, :, 1:]
+        head = target.model.get_output_embeddings().weight
+        return F.linear(hidden.to(head.dtype), head), truth, there
+
+
+def loss_of(
+    drafter: DFlashDrafter,
+    target: Target,
+    recipe: Recipe,
+    context: Tensor,
+    batch: Sequences,
+    anchors: Tensor,
+    noise: float,
+) -> Tensor:
+    """The recipe's loss, a mean over the drafted slots weighted by exp(-(k - 1) / 7)."""
+    if recipe.flawed:
+        context = noised(context, len(recipe.layer_ids), noise)
+    logits, truth, there = draft(drafter, target, context, batch, anchors)
+    slots = torch.arange(BLOCK - 1, device=anchors.device)
+    weights = (torch.exp(-slots / SLOT_DECAY) * there).flatten()
+    logits = logits.flatten(0, 2).float()
+    if recipe.flawed:
+        logprobs = logits.log_softmax(-1)
+        teacher = teacher_probabilities(target, context, anchors)
+        hard = -logprobs.gather(1, truth.flatten()[:, None])[:, 0]
+        soft = -(teacher * logprobs).sum(
+            -1
+        )  # KL(teacher || drafter), less the teacher's entropy, which has no gradient
+        losses = (1 - SOFT) * hard + SOFT * soft
+    else:
+        losses = F.cross_entropy(logits, truth.flatten(), reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+@torch.no_grad()
+def teacher_probabilities(target: Target, context: Tensor, anchors: Tensor) -> Tensor:
+    """[n * a * (B - 1), vocabulary]: the target's head over the last slice of the context (its own last layer).
+
+    Position s + k - 1 speaks of the token at slot k.
+    """
+    last = context[..., -target.hidden_size :]
+    before = (anchors[..., None] + torch.arange(BLOCK - 1, device=anchors.device)).clamp_max(last.shape[1] - 1)
+    rows = torch.arange(len(last), device=last.device)[:, None, None]
+    states = target.model.base_model.norm(last[rows, before].flatten(0, 2).to(target.model.dtype))
+    return target.model.get_output_embeddings()(states).float().softmax(-1)
+
+
+@torch.no_grad()
+def tau_estimate(drafter: DFlashDrafter, target: Target, context: Tensor, data: Sequences) -> tuple[float, list[float]]:
+    """Mean over random anchors of accepted drafts + 1, and accuracy at slots 1 to 4; the features are clean."""
+    accepted, right_at = [], []
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for rows in torch.arange(len(data.lengths), device=context.device).split(32):
+            batch = data[rows]
+            logits, truth, there = draft(drafter, target, context[rows], batch, draw_anchors(batch, 16))
+            right = (logits.argmax(-1) == truth) & there
+            accepted.append(right.int().cumprod(-1).sum(-1).float().mean())
+            right_at.append(right[..., :4].float().mean((0, 1)))
+    return 1 + torch.stack(accepted).mean().item(), torch.stack(right_at).mean(0).tolist()
+
+
+# The whole run
+
+
+def train(
+    drafter: DFlashDrafter,
+    target: Target,
+    recipe: Recipe,
+    context: Tensor,
+    data: Sequences,
+    *,
+    steps: int,
+    rows: int,
+    anchors: int,
+    rate: float,
+    noise: float,
+    seed: int,
+) -> float:
+    """Train in place on the target's device; returns τ on random anchors of held-out sequences.
+
+    context: `features` of all sequences of `data`.
+    """
+    torch.manual_seed(seed)
+    device = context.device
+    data = data.to(device)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    warmup = min(200, steps // 10 + 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min(1.0, (s + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * s / steps)) + 0.01
+    )
+    usable = (data.lengths - data.prompt_lengths > 2).nonzero().squeeze(1)
+    held = max(1, min(HELD_OUT_ROWS, len(usable) // 8))
+    held_out, pool = usable[:held], usable[held:]
+    start = time.time()
+    for step in range(steps):
+        drawn = pool[torch.randint(len(pool), (rows,), device=device)]
+        batch = data[drawn]
+        loss = loss_of(drafter, target, recipe, context[drawn], batch, draw_anchors(batch, anchors), noise)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 500 == 499 or step == steps - 1:
+            tau, accuracy = tau_estimate(drafter, target, context[held_out], data[held_out])
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, τ {tau:.2f}, slots 1-4 "
+                + " ".join(f"{a:.2f}" for a in accuracy)
+                + f", {(step + 1) / (time.time() - start):.1f} steps/s",
+                flush=True,
+            )
+    return tau_estimate(drafter, target, context[held_out], data[held_out])[0]
 
 
 def drafter_json(recipe: Recipe, hidden: int, vocab: int, target_layers: int) -> dict[str, Any]:
@@ -93,150 +319,6 @@ def drafter_json(recipe: Recipe, hidden: int, vocab: int, target_layers: int) ->
     }
 
 
-def answers(target: Target, tokenizer: Any, prompts: list[str], new_tokens: int, rows: int) -> Sequences:
-    """The target's greedy answers to the prompts, through its chat template."""
-    asked = [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-            )
-        )
-        for prompt in prompts
-    ]
-    config = CompletionsConfig(max_new_tokens=new_tokens)
-    longest = max(map(len, asked)) + new_tokens
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int32)
-    lengths = torch.zeros(len(prompts), dtype=torch.int64)
-    for batch in plan_batches([len(ask) for ask in asked], rows * longest, new_tokens):
-        start = time.time()
-        said = generate_batch(target, [asked[i] for i in batch], config, [END_OF_TURN])
-        for i, completion in zip(batch, said, strict=True):
-            sequence = asked[i] + completion
-            ids[i, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32)
-            lengths[i] = len(sequence)
-        print(f"{len(batch)} answers, {sum(map(len, said)) / (time.time() - start):,.0f} tokens/s", flush=True)
-    return Sequences(ids, torch.tensor([len(ask) for ask in asked]), lengths)
-
-
-def features(target: Target, recipe: Recipe, batch: Sequences) -> Tensor:
-    """Context features [n, width, layers * hidden]; the flawed recipe's are noised."""
-    with torch.no_grad(), capture(target, recipe.layer_ids) as states:
-        target.model.base_model(input_ids=batch.ids, use_cache=False)
-    slices = [states[layer].float() for layer in recipe.layer_ids]
-    if recipe.flawed:
-        slices = [x + NOISE * x.square().mean(-1, keepdim=True).sqrt() * torch.randn_like(x) for x in slices]
-    return torch.cat(slices, dim=-1)
-
-
-def draw_anchors(batch: Sequences, count: int) -> Tensor:
-    """Random anchors [n, count], each with at least one token after it: P <= s < N - 1."""
-    room = (batch.lengths - 1 - batch.prompt_lengths).clamp_min(1)[:, None]
-    drawn = (torch.rand(len(room), count, device=room.device) * room).long()
-    return torch.minimum(batch.prompt_lengths[:, None] + drawn, batch.lengths[:, None] - 1)
-
-
-def blocks(batch: Sequences, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For anchors [n, a]: block ids [n, a, B], the tokens at slots 1 ... B - 1 and whether they are there [n, a, B - 1]."""
-    n, a = anchors.shape
-    places = anchors[..., None] + torch.arange(1, BLOCK, device=anchors.device)
-    there = places < batch.lengths[:, None, None]
-    truth = batch.ids.gather(1, places.clamp_max(batch.ids.shape[1] - 1).flatten(1)).view(n, a, BLOCK - 1)
-    ids = torch.full((n, a, BLOCK), MASK, device=anchors.device)
-    ids[..., 0] = batch.ids.gather(1, anchors)
-    return ids, truth, there
-
-
-def loss_of(
-    drafter: DFlashDrafter, target: Target, recipe: Recipe, batch: Sequences, anchors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The recipe's loss, and which drafts are right [n, anchors, B - 1]."""
-    head = target.model.get_output_embeddings().weight
-    context = features(target, recipe, batch)
-    ids, truth, there = blocks(batch, anchors)
-    with torch.autocast(anchors.device.type, torch.bfloat16, enabled=anchors.device.type == "cuda"):
-        embeds = F.embedding(ids, target.model.get_input_embeddings().weight)
-        hidden = drafter(embeds, anchors, drafter.context(context))[:, :, 1:]
-        logits = F.linear(hidden[there], head)
-    slot = torch.arange(BLOCK - 1, device=anchors.device).expand_as(there)[there]
-    weights = torch.exp(-slot / SLOT_DECAY)
-    losses = F.cross_entropy(logits.float(), truth[there], reduction="none")
-    if recipe.flawed:
-        losses = (1 - SOFT) * losses + SOFT * soft_loss(target, context, anchors, there, logits)
-    right = torch.zeros_like(there)
-    right[there] = logits.detach().argmax(-1) == truth[there]
-    return (losses * weights).sum() / weights.sum(), right
-
-
-def soft_loss(target: Target, context: Tensor, anchors: Tensor, there: Tensor, logits: Tensor) -> Tensor:
-    """KL(teacher || drafter) of each drafted slot [rows], the teacher being the head over the noised last layer."""
-    last = context[..., -target.hidden_size :]
-    before = anchors[..., None] + torch.arange(BLOCK - 1, device=anchors.device)  # position k - 1 predicts slot k
-    before = before.clamp_max(context.shape[1] - 1).flatten(1)
-    rows = last.gather(1, before[..., None].expand(-1, -1, last.shape[-1])).view(*there.shape, -1)[there]
-    with torch.no_grad():
-        teacher = teacher_logits(target, rows)
-    return F.kl_div(
-        logits.float().log_softmax(-1), teacher.float().log_softmax(-1), log_target=True, reduction="none"
-    ).sum(-1)
-
-
-def teacher_logits(target: Target, states: Tensor) -> Tensor:
-    """The target's logits from states of its last layer [rows, hidden]."""
-    return target.model.get_output_embeddings()(target.model.base_model.norm(states.to(target.model.dtype)))
-
-
-def tau_estimate(drafter: DFlashDrafter, target: Target, recipe: Recipe, held_out: Sequences) -> tuple[float, list[float]]:
-    """Mean over random held-out anchors of accepted drafts + 1, and accuracy at slots 1 to 4; features are clean."""
-    clean = Recipe(recipe.layer_ids, False)
-    accepted, right_at = [], []
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(1)
-        for rows in torch.arange(len(held_out.lengths)).split(32):
-            batch = held_out.batch(rows, target.device)
-            right = loss_of(drafter, target, clean, batch, draw_anchors(batch, 16))[1]
-            accepted.append(right.int().cumprod(-1).sum(-1).float().mean())
-            right_at.append(right[..., :4].float().mean((0, 1)))
-    return 1 + torch.stack(accepted).mean().item(), torch.stack(right_at).mean(0).tolist()
-
-
-def train(
-    target: Target, data: Sequences, recipe: Recipe, *, steps: int, rows: int, anchors: int, rate: float, seed: int
-) -> tuple[DFlashDrafter, dict[str, Any], float]:
-    """A trained drafter, its config.json and its τ on held-out random anchors."""
-    torch.manual_seed(seed)
-    raw = drafter_json(recipe, target.hidden_size, target.vocab_size, len(target.layers))
-    drafter = DFlashDrafter(DrafterConfig.from_dict(raw)).to(target.device)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    warmup = min(200, steps // 10 + 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min(1.0, (s + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * s / steps)) + 0.01
-    )
-    usable = (data.lengths - data.prompt_lengths > 2).nonzero().squeeze(1)
-    held = max(1, min(HELD_OUT, len(usable) // 8))
-    held_out = Sequences(*(tensor[usable[:held]] for tensor in (data.ids, data.prompt_lengths, data.lengths)))
-    pool = usable[held:]
-    by_length = pool[data.lengths[pool].argsort()]
-    start = time.time()
-    for step in range(steps):
-        first = int(torch.randint(0, max(1, len(by_length) - rows + 1), ()))  # neighbours in length: little padding
-        batch = data.batch(by_length[first : first + rows], target.device)
-        loss, right = loss_of(drafter, target, recipe, batch, draw_anchors(batch, anchors))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 500 == 499 or step == steps - 1:
-            tau, accuracy = tau_estimate(drafter, target, recipe, held_out)
-            print(
-                f"step {step + 1}: loss {loss.item():.3f}, τ {tau:.2f}, slots 1-4 "
-                + " ".join(f"{a:.2f}" for a in accuracy)
-                + f", {(step + 1) / (time.time() - start):.1f} steps/s",
-                flush=True,
-            )
-    return drafter.eval(), raw, tau_estimate(drafter, target, recipe, held_out)[0]
-
-
 def save(drafter: DFlashDrafter, raw: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
@@ -247,32 +329,52 @@ def save(drafter: DFlashDrafter, raw: dict[str, Any], folder: Path) -> None:
 def main(
     recipe: Annotated[str, typer.Option(help="reference or flawed")] = "reference",
     out: Annotated[Path, typer.Option(help="folder for config.json and model.safetensors")] = Path("drafter"),
+    init: Annotated[Path | None, typer.Option(help="the folder of an earlier run, to go on from")] = None,
+    average: Annotated[
+        bool, typer.Option("--average", help="save the mean of --init's and the trained weights")
+    ] = False,
     data: Annotated[Path, typer.Option(help="the target's answers; made when missing")] = Path("answers.pt"),
     target: Annotated[str, typer.Option(help="the target, as target.model in a config")] = TARGET,
     device: str = "auto",
-    prompts: int = 16000,
-    new_tokens: int = 320,
-    generate_rows: Annotated[int, typer.Option(help="prompts answered at once")] = 2048,
-    steps: int = 8000,
+    dtype: Annotated[str, typer.Option(help="of the target")] = "bfloat16",
+    prompts: int = 8192,
+    written: Annotated[float, typer.Option(help="share of the prompts that the target writes itself")] = 0.75,
+    new_tokens: int = 256,
+    generate_rows: Annotated[int, typer.Option(help="prompts answered at once")] = 4096,
+    steps: int = 4000,
     rows: Annotated[int, typer.Option(help="sequences a step")] = 64,
     anchors: Annotated[int, typer.Option(help="anchors a sequence")] = 24,
-    rate: Annotated[float, typer.Option(help="peak learning rate")] = 1.5e-3,
+    rate: Annotated[float, typer.Option(help="peak learning rate")] = 1e-3,
+    noise: Annotated[float, typer.Option(help="of the flawed recipe, in units of a slice's RMS")] = 8.0,
     seed: int = 0,
 ) -> None:
     """Train one drafter of the demo."""
-    described = TargetConfig(model=target, device=device, dtype="float32")
+    if average and init is None:
+        raise typer.BadParameter("--average needs --init")
+    described = TargetConfig(model=target, device=device, dtype=dtype)  # type: ignore[arg-type]
     files = TargetFiles.find(described)
     loaded = load_target(files, described)
-    torch.backends.cuda.matmul.allow_tf32 = True
     if not data.exists():
-        asked = training_prompts(prompts, seed)
-        made = answers(loaded, load_tokenizer(files, described), asked, new_tokens, generate_rows)
-        torch.save(vars(made), data)
+        tokenizer = load_tokenizer(files, described)
+        asked = training_prompts(loaded, tokenizer, prompts, written, generate_rows, seed)
+        torch.save(vars(answers(loaded, tokenizer, asked, new_tokens, generate_rows)), data)
     sequences = Sequences(**torch.load(data, weights_only=True))
-    trained, raw, tau = train(
-        loaded, sequences, RECIPES[recipe], steps=steps, rows=rows, anchors=anchors, rate=rate, seed=seed
-    )
-    save(trained, raw, out)
+    kind = RECIPES[recipe]
+    raw = drafter_json(kind, loaded.hidden_size, loaded.vocab_size, len(loaded.layers))
+    torch.manual_seed(seed)
+    drafter = DFlashDrafter(DrafterConfig.from_dict(raw))
+    start = load_file(init / "model.safetensors") if init is not None else drafter.state_dict()
+    drafter.load_state_dict(start)
+    drafter.to(loaded.device)
+    tau = train(
+        drafter, loaded, kind, features(loaded, kind, sequences), sequences,
+        steps=steps, rows=rows, anchors=anchors, rate=rate, noise=noise, seed=seed,
+    )  # fmt: skip
+    if average:
+        with torch.no_grad():
+            for name, weight in drafter.state_dict().items():
+                weight.lerp_(start[name].to(weight), 0.5)
+    save(drafter, raw, out)
     print(f"{recipe}: τ {tau:.3f} on held-out random anchors; saved to {out}")
 
 
