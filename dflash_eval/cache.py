@@ -65,7 +65,7 @@ class Shard:
 
 @dataclass
 class Manifest:
-    """What a cache is. `settings` is what must not differ for the cache to be of use; `provenance` how it came about."""
+    """What a cache is: `settings` must agree with a config for the cache to serve it; `provenance` tells its making."""
 
     name: str
     settings: dict[str, Any]
@@ -185,7 +185,9 @@ class ShardWriter:
         self.file["offsets"] = self.offsets
         self.file["prompt_lengths"] = np.array([len(sample.prompt_ids) for sample in samples], dtype=np.int64)
         self.file["input_ids"] = ids
-        self.hidden = {layer: self.file.create_dataset(f"hidden/{layer}", (tokens, hidden), STORED[dtype]) for layer in layers}
+        self.hidden = {
+            layer: self.file.create_dataset(f"hidden/{layer}", (tokens, hidden), STORED[dtype]) for layer in layers
+        }
         for dataset in self.hidden.values():
             dataset.attrs["dtype"] = dtype
         if stats:
@@ -252,7 +254,7 @@ def read_manifest(folder: Path) -> Manifest | None:
                 "extract again with --force"
             )
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a readable manifest ({error}); extract again with --force") from None
@@ -283,7 +285,9 @@ def check_shard(folder: Path, shard: Shard) -> None:
     if not path.exists():
         raise UserError(f"{path}: missing, though the manifest lists it; {AGAIN}")
     if path.stat().st_size != shard.bytes:
-        raise UserError(f"{path}: {path.stat().st_size} bytes where {shard.bytes} were written: truncated or replaced\n{AGAIN}")
+        raise UserError(
+            f"{path}: {path.stat().st_size} bytes where {shard.bytes} were written: truncated or replaced\n{AGAIN}"
+        )
     if sha256(path) != shard.sha256:
         raise UserError(f"{path}: its content is not what was written (sha256 differs): damaged or replaced\n{AGAIN}")
 
@@ -308,8 +312,9 @@ class Cache:
                     self._where[sample_id] = (shard.file, index)
         missing = [sample.id for sample in self.samples if sample.id not in self._where]
         if missing or len(self._where) != len(self.samples):
+            which = ", ".join(missing[:3]) or "extra"
             raise UserError(
-                f"{folder}: completions.jsonl and the shards hold different samples ({', '.join(missing[:3]) or 'extra'})\n"
+                f"{folder}: completions.jsonl and the shards hold different samples ({which})\n"
                 "extract again with --force"
             )
 

@@ -21,7 +21,8 @@ app = typer.Typer(
 )
 ConfigPath = Annotated[Path, typer.Option("--config", "-c", help="YAML config, e.g. configs/demo.yaml")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="override a key: --set evaluate.width=4 (repeatable)", show_default=False)
+    list[str] | None,
+    typer.Option("--set", help="override a key: --set evaluate.width=4 (repeatable)", show_default=False),
 ]
 
 
@@ -32,18 +33,19 @@ def extract(
     force: Annotated[bool, typer.Option("--force", help="overwrite a cache that does not fit the config")] = False,
 ) -> None:
     """Phase 1: run the target once and cache its layer activations (resumes where a killed run stopped)."""
+    settings = load_config(config, set_ or [])  # before torch is imported: a typo is told at once
     from dflash_eval.extract import extract as run
 
-    run(load_config(config, set_ or []), force=force, say=lambda line: typer.echo(line, err=True))
+    run(settings, force=force, say=lambda line: typer.echo(line, err=True))
 
 
 @app.command()
 def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     """Phase 2: judge the config's drafters from the cache; the target is not needed."""
+    settings = load_config(config, set_ or [])
     from dflash_eval.evaluate import evaluate as run
     from dflash_eval.report import print_report
 
-    settings = load_config(config, set_ or [])
     results = run(settings)
     print_report(results, Console())
     typer.echo(f"written: {settings.results_dir}/results.json, report.md", err=True)

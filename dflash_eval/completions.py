@@ -78,7 +78,7 @@ def generate_batch(
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
     sampled = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
-    # The model's own generation defaults (top-k, repetition penalty, ...) would leak into a config that leaves them out.
+    # The model's own generation defaults (top-k, repetition penalty, ...) would leak into what a config leaves out.
     kept, target.model.generation_config = target.model.generation_config, GenerationConfig()
     try:
         output = target.model.generate(
@@ -121,7 +121,7 @@ def read_file(
     """
     rows: dict[str, tuple[int, dict[str, Any]]] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(f"{path}: cannot be read ({reason}); completions.file names it") from None

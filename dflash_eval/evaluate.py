@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_eval.acceptance.statistics import bootstrap_interval, prompt_means, tau, tau_micro
-from dflash_eval.acceptance.tree import accepted_in_tree
+from dflash_eval.acceptance.tree import accepted_within, is_settled, prefix_order
 from dflash_eval.acceptance.walks import Walk, position_acceptance, replay
 from dflash_eval.batches import plan_batches
 from dflash_eval.cache import DTYPES, Cache, Manifest, Sample
 from dflash_eval.config import Config, DrafterSpec, EvaluateConfig
 from dflash_eval.drafter.checkpoint import FORMAT, load_drafter, read_config
 from dflash_eval.drafter.model import Context, DFlashDrafter, DrafterConfig, Group
-from dflash_eval.drafter.scoring import score
+from dflash_eval.drafter.scoring import Scorer
 from dflash_eval.errors import UserError
 from dflash_eval.extract import cache_settings, differences
 from dflash_eval.progress import progress
@@ -34,7 +35,8 @@ from dflash_eval.report import write_report
 from dflash_eval.target import device_name, pick_device, software
 
 CONTEXT_BYTES = {"cpu": 2 << 30, "cuda": 16 << 30}  # keys and values held at once; more samples wait for the next group
-BLOCKS_AT_ONCE = {"cpu": 64, "cuda": 1024}
+BLOCKS_AT_ONCE = {"cpu": 128, "cuda": 1024}
+FIRST_SLOTS = 7  # of a block, scored before it is seen whether the rest matter
 
 
 def evaluate(config: Config) -> dict[str, Any]:
@@ -102,15 +104,17 @@ def _check_cache(cache: Cache, config: Config) -> None:
             "point cache_dir at the right cache, or extract again under another name"
         )
     if config.evaluate.width > cache.manifest.vocab_size:
-        raise UserError(f"evaluate.width {config.evaluate.width} is above the vocabulary of {cache.manifest.vocab_size}")
+        raise UserError(
+            f"evaluate.width {config.evaluate.width} is above the vocabulary of {cache.manifest.vocab_size}"
+        )
 
 
 def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest) -> None:
     """Raises UserError unless the cache can serve the drafter."""
     if drafter.hidden_size != manifest.hidden_size:
         raise UserError(
-            f"{spec.name} ({spec.checkpoint}): hidden size {drafter.hidden_size}, the target's is {manifest.hidden_size}: "
-            "a drafter of another target"
+            f"{spec.name} ({spec.checkpoint}): hidden size {drafter.hidden_size}, the target's is "
+            f"{manifest.hidden_size}: a drafter of another target"
         )
     missing = [layer for layer in drafter.target_layer_ids if layer not in manifest.layers]
     if missing:
@@ -121,8 +125,8 @@ def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest) ->
         )
     if drafter.mask_token_id >= manifest.vocab_size:
         raise UserError(
-            f"{spec.name} ({spec.checkpoint}): mask_token_id {drafter.mask_token_id} is outside the target's vocabulary "
-            f"of {manifest.vocab_size}"
+            f"{spec.name} ({spec.checkpoint}): mask_token_id {drafter.mask_token_id} is outside the target's "
+            f"vocabulary of {manifest.vocab_size}"
         )
 
 
@@ -136,27 +140,15 @@ def walk_samples(
     budget = CONTEXT_BYTES[embedding.device.type] // token_bytes
     walks: list[list[Walk]] = [[] for _ in samples]
     max_new_tokens = cache.manifest.settings["completions"]["max_new_tokens"]
-    rules = 2 + len(config.budgets)
+    scorer = Scorer(drafter, lm_head, min(max(config.width, *config.budgets), len(lm_head)))
     with progress(name, sum(len(sample.completion_ids) for sample in samples), "anchors") as advance:
         for indices in plan_batches([len(sample) for sample in samples], budget):
             group = [samples[i] for i in indices]
             context = _context(drafter, cache, group, embedding)
-
-            def accept(owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
-                advance(len(anchors))
-                step = BLOCKS_AT_ONCE[embedding.device.type]
-                parts = [
-                    _accepted(
-                        drafter, context, group, owners[i : i + step], anchors[i : i + step], max_new_tokens,
-                        embedding, lm_head, config,
-                    )
-                    for i in range(0, len(anchors), step)
-                ]  # fmt: skip
-                return np.concatenate(parts)
-
-            starts = [len(sample.prompt_ids) for sample in group]
-            for index, sample_walks in zip(indices, replay(starts, [len(s) for s in group], rules, accept), strict=True):
-                walks[index] = sample_walks
+            judge = _Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, advance)
+            starts, ends = [len(sample.prompt_ids) for sample in group], [len(sample) for sample in group]
+            for index, own in zip(indices, replay(starts, ends, 2 + len(config.budgets), judge.accepted), strict=True):
+                walks[index] = own
     return walks
 
 
@@ -174,50 +166,77 @@ def _context(drafter: DFlashDrafter, cache: Cache, group: Sequence[Sample], like
     return context
 
 
-@torch.inference_mode()
-def _accepted(
-    drafter: DFlashDrafter,
-    context: Context,
-    group: Sequence[Sample],
-    owners: NDArray[np.int64],
-    anchors: NDArray[np.int64],
-    max_new_tokens: int,
-    embedding: Tensor,
-    lm_head: Tensor,
-    config: EvaluateConfig,
-) -> NDArray[np.int64]:
-    """Accepted drafts of one block at each (owner, anchor), sorted by owner: [blocks, chain, width K, each budget]."""
-    size = drafter.config.block_size
-    device = embedding.device
-    block = np.full((len(anchors), size), drafter.config.mask_token_id, dtype=np.int64)
-    truth = np.full((len(anchors), size - 1), -1, dtype=np.int64)  # the sequence's tokens after each anchor
-    lengths = np.empty(len(anchors), dtype=np.int64)
-    for row, (owner, anchor) in enumerate(zip(owners, anchors, strict=True)):
-        sample = group[owner]
-        ids = sample.input_ids
-        lengths[row] = min(size, len(sample.prompt_ids) + max_new_tokens - anchor)
-        block[row, 0] = ids[anchor]
-        following = ids[anchor + 1 : anchor + lengths[row]]
-        truth[row, : len(following)] = following
+@dataclass(frozen=True)
+class _Judge:
+    """A drafter at work on a group of samples whose keys and values are at hand."""
 
-    drafted = torch.arange(1, size, device=device) < torch.from_numpy(lengths).to(device)[:, None]
-    hidden = drafter.draft(
-        F.embedding(torch.from_numpy(block).to(device), embedding) * drafter.config.input_embedding_scale,
-        torch.from_numpy(anchors).to(device),
-        context,
-        group_blocks(owners, anchors),
-        torch.from_numpy(lengths).to(device) if (lengths < size).any() else None,
-    )
-    n = min(max(config.width, *config.budgets), len(lm_head))
-    ranks = torch.full(truth.shape, n, dtype=torch.int64, device=device)
-    top_logprobs = torch.zeros(*truth.shape, n, device=device)
-    ranks[drafted], top_logprobs[drafted] = score(
-        drafter, hidden[:, 1:][drafted], lm_head, torch.from_numpy(truth).to(device)[drafted], n
-    )
-    chain = (ranks < 1).int().cumprod(1).sum(1)
-    width = (ranks < config.width).int().cumprod(1).sum(1)
-    trees = accepted_in_tree(top_logprobs, ranks, drafted.sum(1), config.budgets)
-    return torch.cat([chain[:, None], width[:, None], trees], dim=1).cpu().numpy()
+    drafter: DFlashDrafter
+    context: Context
+    group: Sequence[Sample]
+    max_new_tokens: int
+    embedding: Tensor
+    scorer: Scorer
+    config: EvaluateConfig
+    advance: Callable[[int], None]
+
+    def accepted(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Accepted drafts of one block at each (owner, anchor), sorted by owner: [blocks, chain, width K, budgets]."""
+        step = BLOCKS_AT_ONCE[self.embedding.device.type]
+        parts = []
+        for start in range(0, len(anchors), step):
+            rows = slice(start, start + step)
+            parts.append(self._accepted(owners[rows], anchors[rows]))
+            self.advance(len(parts[-1]))
+        return np.concatenate(parts)
+
+    @torch.inference_mode()
+    def _accepted(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
+        shape, device = self.drafter.config, self.embedding.device
+        size = shape.block_size
+        block = np.full((len(anchors), size), shape.mask_token_id, dtype=np.int64)
+        truth = np.full((len(anchors), size - 1), -1, dtype=np.int64)  # the sequence's tokens after each anchor
+        lengths = np.empty(len(anchors), dtype=np.int64)
+        for row, (owner, anchor) in enumerate(zip(owners, anchors, strict=True)):
+            sample = self.group[owner]
+            ids = sample.input_ids
+            lengths[row] = min(size, len(sample.prompt_ids) + self.max_new_tokens - anchor)
+            block[row, 0] = ids[anchor]
+            following = ids[anchor + 1 : anchor + lengths[row]]
+            truth[row, : len(following)] = following
+
+        hidden = self.drafter.draft(
+            F.embedding(torch.from_numpy(block).to(device), self.embedding) * shape.input_embedding_scale,
+            torch.from_numpy(anchors).to(device),
+            self.context,
+            group_blocks(owners, anchors),
+            torch.from_numpy(lengths).to(device) if (lengths < size).any() else None,
+        )
+        slots, tokens = torch.from_numpy(lengths - 1).to(device), torch.from_numpy(truth).to(device)
+        return self._compare(hidden[:, 1:], tokens, slots).cpu().numpy()
+
+    def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Drafts at slots 1, 2, ... [blocks, depth, hidden] against the sequence's tokens [blocks, depth].
+
+        slots: [blocks], how many of them were drafted. Most blocks are decided by their first slots; only the others
+        go through the head whole.
+        """
+        (blocks, depth), n, width = tokens.shape, self.scorer.n, self.config.width
+        drafted = torch.arange(depth, device=tokens.device) < slots[:, None]
+        ranks = torch.full_like(tokens, n)
+        top_logprobs = torch.zeros(blocks, depth, n, device=tokens.device)
+        accepted = torch.empty(blocks, 2 + len(self.config.budgets), dtype=torch.int64, device=tokens.device)
+        rows, begin = torch.arange(blocks, device=tokens.device), 0
+        for end in sorted({min(FIRST_SLOTS, depth), depth}):
+            todo = torch.zeros_like(drafted)
+            todo[rows, begin:end] = drafted[rows, begin:end]
+            ranks[todo], top_logprobs[todo] = self.scorer.score(hidden[todo], tokens[todo])
+            own, top = ranks[rows, :end], top_logprobs[rows, :end]
+            order = prefix_order(top, own, slots[rows].clamp_max(end), max(self.config.budgets))
+            chain, wide = ((own < k).int().cumprod(1).sum(1, keepdim=True) for k in (1, width))
+            accepted[rows] = torch.cat([chain, wide, accepted_within(order, self.config.budgets)], dim=1)
+            open_ = ~(is_settled(order, top, own, max(self.config.budgets)) & (wide[:, 0] < end)) & (slots[rows] > end)
+            rows, begin = rows[open_], end
+        return accepted
 
 
 def group_blocks(owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> list[Group]:
@@ -227,8 +246,10 @@ def group_blocks(owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> list[
     for sample, start, count in zip(present.tolist(), starts.tolist(), counts.tolist(), strict=True):
         positions = int(anchors[start : start + count].max())
         last = groups[-1] if groups else None
-        if last and last.samples.stop == sample and last.blocks.stop - last.blocks.start == count * (
-            last.samples.stop - last.samples.start
+        if (
+            last
+            and last.samples.stop == sample
+            and last.blocks.stop - last.blocks.start == count * (last.samples.stop - last.samples.start)
         ):
             groups[-1] = Group(
                 slice(last.samples.start, sample + 1),
@@ -284,25 +305,31 @@ def _comparisons(judged: Sequence[dict[str, Any]], config: EvaluateConfig) -> li
     reference = next((drafter for drafter in judged if drafter["reference"]), None)
     if reference is None:
         return []
-    metrics: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "tau": lambda sample: sample["acceptance_lengths"],
-        "ddtree_width": lambda sample: sample["ddtree_width"],
-        **{f"ddtree_budget_{n}": lambda sample, n=n: sample["ddtree_budget"][str(n)] for n in config.budgets},
-    }
+    theirs = _lengths(reference)
     rows = []
     for candidate in judged:
-        for metric, lengths in metrics.items() if candidate is not reference else ():
-            ours, theirs = (prompt_means([lengths(s) for s in drafter["samples"]]) for drafter in (candidate, reference))
-            values = tau(ours), tau(theirs)
-            known = values[0] is not None and values[1] is not None
+        for metric, ours in _lengths(candidate).items() if candidate is not reference else ():
+            means = prompt_means(ours), prompt_means(theirs[metric])
+            value, aim = tau(means[0]), tau(means[1])
             rows.append({
                 "candidate": candidate["name"],
                 "reference": reference["name"],
                 "metric": metric,
-                "candidate_value": values[0],
-                "reference_value": values[1],
-                "difference": values[0] - values[1] if known else None,  # type: ignore[operator]
-                "difference_ci95": bootstrap_interval(ours - theirs, config.bootstrap, config.seed),
-                "ratio": values[0] / values[1] if known else None,  # type: ignore[operator]
+                "candidate_value": value,
+                "reference_value": aim,
+                "difference": None if value is None or aim is None else value - aim,
+                "difference_ci95": bootstrap_interval(means[0] - means[1], config.bootstrap, config.seed),
+                "ratio": None if value is None or aim is None else value / aim,
             })  # fmt: skip
     return rows
+
+
+def _lengths(drafter: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """metric → each sample's acceptance lengths."""
+    samples = drafter["samples"]
+    budgets = [str(entry["budget"]) for entry in drafter["ddtree_budget"]]
+    return {
+        "tau": [sample["acceptance_lengths"] for sample in samples],
+        "ddtree_width": [sample["ddtree_width"] for sample in samples],
+        **{f"ddtree_budget_{n}": [sample["ddtree_budget"][n] for sample in samples] for n in budgets},
+    }

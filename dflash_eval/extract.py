@@ -234,7 +234,9 @@ def _completions(
 
 
 def _in_order(done: Sequence[Sample], prompts: Sequence[RenderedPrompt]) -> list[Sample]:
-    by_id = {sample.id: sample for sample in done}  # a batch that a killed run left in part stands twice: the last counts
+    by_id = {
+        sample.id: sample for sample in done
+    }  # a batch that a killed run left in part stands twice: the last counts
     return [by_id[prompt.id] for prompt in prompts]
 
 
@@ -244,8 +246,8 @@ def _check_positions(target: Target, rows: Sequence[RenderedPrompt] | Sequence[S
         length = (len(row) if isinstance(row, Sample) else len(row.ids)) + new_tokens
         if room is not None and length > room:
             raise UserError(
-                f"prompt {row.id!r} leaves no room: it needs {length} positions with its completion, the target has {room}\n"
-                "shorten the prompt or lower completions.max_new_tokens"
+                f"prompt {row.id!r} leaves no room: it needs {length} positions with its completion, "
+                f"the target has {room}\nshorten the prompt or lower completions.max_new_tokens"
             )
 
 
@@ -314,11 +316,10 @@ def _forward(
     lengths = torch.tensor([len(sample) for sample in batch], device=target.device)
     mask = torch.arange(width, device=target.device) < lengths[:, None]
     # The head runs where it says something of a completion token: positions P - 1 ... N - 2 of each row.
-    rows = [
-        torch.arange(len(sample.prompt_ids) - 1, len(sample) - 1, device=target.device) + row * width if stats else []
-        for row, sample in enumerate(batch)
+    completion = [
+        torch.arange(len(sample.prompt_ids) - 1, len(sample) - 1) + row * width for row, sample in enumerate(batch)
     ]
-    positions = torch.cat([torch.as_tensor(r, dtype=torch.int64, device=target.device) for r in rows])
+    positions = torch.cat(completion if stats else [torch.empty(0, dtype=torch.int64)]).to(target.device)
     try:
         with capture(target, layers) as states, head_positions(target, positions):
             logits = target.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[0]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from dflash_eval.cache import write_atomically
+
+REFERENCE = "reference"  # what stands in a table where a candidate's gap to it stands
 
 
 def write_report(results: dict[str, Any], folder: Path) -> None:
@@ -18,23 +22,23 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
-    console.print(_headline(results))
-    header, rows = _main_table(results)
-    table = Table()
-    for title in header:
-        table.add_column(title, justify="left" if title == "drafter" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row, style="bold" if "(reference)" in row[0] else "")
-    console.print(table)
-    header, rows = _budget_table(results)
-    table = Table(title="DDTree: τ by budget (nodes under the root)", title_justify="left")
-    for title in header:
-        table.add_column(title, justify="left" if title == "drafter" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    """The summary, fit for 80 columns: long names fold, numbers never do."""
+    console.print(_headline(results), highlight=False)
+    _print_table(console, *_main_table(results))
+    console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
+    _print_table(console, *_budget_table(results))
     for line in gaps(results):
         console.print(line, highlight=False)
+
+
+def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(header[0], overflow="fold", min_width=9)
+    for title in header[1:]:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row, style="bold" if REFERENCE in row else "")
+    console.print(table)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -42,7 +46,10 @@ def markdown(results: dict[str, Any]) -> str:
     parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
     parts += [f"- {line}" for line in gaps(results)]
     parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*_budget_table(results))]
-    parts += ["## Position acceptance (share of cycles that accept at least i drafts)", _markdown_table(*_slot_table(results))]
+    parts += [
+        "## Position acceptance (share of cycles that accept at least i drafts)",
+        _markdown_table(*_slot_table(results)),
+    ]
     parts += ["## τ by prompt", _markdown_table(*_prompt_table(results))]
     parts += ["## Provenance", "```json\n" + json.dumps(_provenance(results), indent=2, ensure_ascii=False) + "\n```"]
     parts += [
@@ -59,19 +66,21 @@ def gaps(results: dict[str, Any]) -> list[str]:
         if row["metric"] != "tau" or row["ratio"] is None:
             continue
         low, high = row["difference_ci95"] or (None, None)
+        words = gap(row["ratio"]).replace("level", "level with")
         within = f" [{low:+.2f}, {high:+.2f}]" if low is not None else ""
         lines.append(
-            f"{row['candidate']}: τ {row['candidate_value']:.2f}, {gap(row['ratio'])} {row['reference']}'s "
-            f"{row['reference_value']:.2f} (difference {row['difference']:+.2f}{within})"
+            f"{row['candidate']}: τ {row['candidate_value']:.2f}, {words} "
+            f"{row['reference']}'s {row['reference_value']:.2f} (difference {row['difference']:+.2f}{within})"
         )
     return lines
 
 
 def gap(ratio: float) -> str:
-    """A ratio in words: "4.1× below", "1.2× above", "level with"."""
+    """A ratio in words: "4.1× below", "1.23× above", "level"."""
     if 0.995 <= ratio < 1.005:
-        return "level with"
-    return f"{1 / ratio:.2g}× below" if ratio < 1 else f"{ratio:.2g}× above"
+        return "level"
+    factor = max(ratio, 1 / ratio) if ratio > 0 else math.inf
+    return f"{factor:.{2 if factor < 1.5 else 1}f}× {'below' if ratio < 1 else 'above'}"
 
 
 def _headline(results: dict[str, Any]) -> str:
@@ -87,19 +96,17 @@ def _headline(results: dict[str, Any]) -> str:
 def _main_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     width = results["drafters"][0]["ddtree_width"]["k"]
     ratios = {row["candidate"]: row["ratio"] for row in results["comparisons"] if row["metric"] == "tau"}
-    header = ["drafter", "τ", "95% interval", "τ micro", "cycles", f"DDTree-{width}", "95% interval", "against reference"]
+    header = ["drafter", "τ [95% CI]", "τ micro", "cycles", f"DDTree-{width} [95% CI]", "gap"]
     rows = []
     for drafter in results["drafters"]:
         ratio = ratios.get(drafter["name"])
         rows.append([
-            drafter["name"] + (" (reference)" if drafter["reference"] else ""),
-            _number(drafter["tau"]),
-            _interval(drafter["tau_ci95"]),
+            drafter["name"],
+            _with_interval(drafter["tau"], drafter["tau_ci95"]),
             _number(drafter["tau_micro"]),
             str(drafter["cycles"]),
-            _number(drafter["ddtree_width"]["tau"]),
-            _interval(drafter["ddtree_width"]["tau_ci95"]),
-            gap(ratio) if ratio is not None else "",
+            _with_interval(drafter["ddtree_width"]["tau"], drafter["ddtree_width"]["tau_ci95"]),
+            REFERENCE if drafter["reference"] else gap(ratio) if ratio is not None else "",
         ])  # fmt: skip
     return header, rows
 
@@ -134,7 +141,10 @@ def _prompt_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _provenance(results: dict[str, Any]) -> dict[str, Any]:
     drafters = [
-        {key: drafter[key] for key in ("name", "checkpoint", "format", "block_size", "target_layer_ids", "mask_token_id")}
+        {
+            key: drafter[key]
+            for key in ("name", "checkpoint", "format", "block_size", "target_layer_ids", "mask_token_id")
+        }
         for drafter in results["drafters"]
     ]
     return {"cache": results["cache"], "evaluation": results["provenance"], "drafters": drafters}
@@ -150,5 +160,5 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _interval(interval: Any) -> str:
-    return "-" if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
+def _with_interval(value: float | None, interval: Any) -> str:
+    return _number(value) + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")

@@ -31,7 +31,9 @@ def resolve(spec: str, revision: str | None = None, files: Sequence[str] = ("*.j
     if not HUB_ID.fullmatch(spec):
         raise UserError(f"{spec}: no such file or folder")
     try:
-        return Path(snapshot_download(spec, revision=revision, allow_patterns=list(files), ignore_patterns=["original/*"]))
+        return Path(
+            snapshot_download(spec, revision=revision, allow_patterns=list(files), ignore_patterns=["original/*"])
+        )
     except RepositoryNotFoundError:
         reason = "there is no such model on the Hugging Face hub, or it needs a token (HF_TOKEN)"
     except LocalEntryNotFoundError:
@@ -59,7 +61,11 @@ def fingerprint(path: Path) -> str:
     The five places tell one fine-tune from another without reading 50 GB; they are no protection from an adversary.
     """
     digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors", ".gguf"))
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors", ".gguf"))
+    )
     for file in files:
         size = file.stat().st_size
         digest.update(json.dumps([file.name, size]).encode())

@@ -25,7 +25,7 @@ from dflash_eval.errors import UserError
 from dflash_eval.sources import fingerprint, resolve
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-INSTALL = {"fla": "pip install flash-linear-attention", "causal_conv1d": "pip install causal-conv1d"}
+DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}  # what pip calls the packages
 
 
 @dataclass
@@ -118,14 +118,13 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     transformers.utils.logging.disable_progress_bar()
     device = pick_device(config.device)
     with _load_errors(config):
-        if not files.gguf:  # a GGUF holds no linear attention that needs a kernel, and its config is slow to read
-            _require_kernels(files, config)
         auto = AutoModelForCausalLM
-        if not files.gguf:
+        if not files.gguf:  # a GGUF holds no linear attention that needs a kernel, and its config is slow to read
             described = AutoConfig.from_pretrained(files.folder, trust_remote_code=config.trust_remote_code)
             remote = config.trust_remote_code and hasattr(described, "auto_map")
             if type(described) not in AutoModelForCausalLM._model_mapping and not remote:
                 auto = AutoModelForImageTextToText
+            _require_kernels(auto, described, config)
         model = auto.from_pretrained(
             files.folder,
             dtype=DTYPES[config.dtype],
@@ -157,8 +156,7 @@ def find_layers(model: Any) -> nn.ModuleList:
     if len(decoder) != 1:
         seen = ", ".join(f"{name} ({len(module)})" for name, module in list(lists.items())[:8]) or "none"
         raise UserError(f"{type(model).__name__}: cannot tell its {count} decoder layers; module lists seen: {seen}")
-    layers: nn.ModuleList = lists[decoder[0]]  # type: ignore[assignment]
-    return layers
+    return lists[decoder[0]]
 
 
 def _final_norm(model: Any, layers: nn.ModuleList) -> Any:
@@ -239,21 +237,24 @@ def _bound_functions(model: Any) -> dict[str, tuple[str, str | None]]:
     return bound
 
 
-def _require_kernels(files: TargetFiles, config: TargetConfig) -> None:
+def _require_kernels(auto: Any, described: Any, config: TargetConfig) -> None:
     """Refuse before any weight is read: the model's classes are looked at on the meta device."""
     if not config.require_kernels:
         return
-    described = AutoConfig.from_pretrained(files.folder, trust_remote_code=config.trust_remote_code)
     with torch.device("meta"):
-        mapping = AutoModelForCausalLM._model_mapping
-        auto = AutoModelForCausalLM if type(described) in mapping else AutoModelForImageTextToText
         skeleton = auto.from_config(described, trust_remote_code=config.trust_remote_code)
+    fallbacks: dict[str, list[str]] = {}
     for name, (offered, called) in _bound_functions(skeleton).items():
         if offered in config.require_kernels and called is None:
-            raise UserError(
-                f"{config.model}: {name} would run on the torch fallback, but target.require_kernels asks for {offered}\n"
-                f"install it ({INSTALL[offered]}) or set target.require_kernels: []"
-            )
+            fallbacks.setdefault(offered, []).append(name)
+    if fallbacks:
+        functions = ", ".join(sorted(name for names in fallbacks.values() for name in names))
+        packages = " ".join(DISTRIBUTIONS[package] for package in sorted(fallbacks))
+        raise UserError(
+            f"{config.model}: {functions} would run on the torch fallback, but target.require_kernels asks for "
+            f"{', '.join(sorted(fallbacks))}\ninstall what is missing (pip install {packages}) "
+            "or set target.require_kernels: []"
+        )
 
 
 def software() -> dict[str, str]:
@@ -273,8 +274,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _version(package: str) -> str:
-    distribution = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}.get(package, package)
     try:
-        return version(distribution)
+        return version(DISTRIBUTIONS.get(package, package))
     except PackageNotFoundError:
         return "?"

@@ -81,7 +81,9 @@ def make_target(folder: Path, kind: str) -> Path:
     for prompt in PROMPTS:
         ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
                                             return_tensors="pt", return_dict=False)  # fmt: skip
-        answers.append(model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist())
+        answers.append(
+            model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        )
     said = [{token: answer.index(token) for token in answer} for answer in answers]
     some = [token for own in said for token in own if any(token not in other for other in said)]
     stop = max(some, key=lambda token: min(own.get(token, 40) for own in said))

@@ -21,7 +21,9 @@ def sample(name: str, prompt: int, completion: int) -> Sample:
 def write_cache(folder, samples, states, dtype, stats=True, **changes) -> Manifest:
     """states: {layer: [tensor of each sample]}."""
     hidden = next(iter(states.values()))[0].shape[1]
-    manifest = Manifest("x", {"completions": {"max_new_tokens": 9}}, list(states), hidden, 128, dtype, stats, 64, 64, {})
+    manifest = Manifest(
+        "x", {"completions": {"max_new_tokens": 9}}, list(states), hidden, 128, dtype, stats, 64, 64, {}
+    )
     folder.mkdir(exist_ok=True)
     cachefile.write_completions(folder, samples)
     writer = ShardWriter(folder / "states-00000.h5", samples, manifest.layers, hidden, dtype, stats)
@@ -131,7 +133,11 @@ def test_a_manifest_cannot_point_outside_its_folder(folder):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "not a readable manifest"), ("[]", "not a readable manifest"), ('{"schema_version": 99}', "schema version 99")],
+    [
+        ("", "not a readable manifest"),
+        ("[]", "not a readable manifest"),
+        ('{"schema_version": 99}', "schema version 99"),
+    ],
 )
 def test_an_unreadable_manifest_is_a_plain_error(folder, text, message):
     (folder / "manifest.json").write_text(text)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-
 from conftest import drafter_json, save_drafter, write_config
+
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
 from dflash_eval.evaluate import evaluate
@@ -51,7 +51,9 @@ def test_random_drafter_with_a_window_shorter_than_the_prompt(fixture, causal, r
     config = load_config(write_config(tmp_path, setup.target, [("random", folder)]))
     shutil.copytree(setup.folder / "cache", config.cache_dir)
     config = load_config(
-        write_config(tmp_path, setup.target, [("random", folder)], prompts={"source": str(setup.folder / "prompts.jsonl")})
+        write_config(
+            tmp_path, setup.target, [("random", folder)], prompts={"source": str(setup.folder / "prompts.jsonl")}
+        )
     )
     check(config, setup.target, folder, "slow_loop", prompts=3)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from conftest import write_config
+
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
 from dflash_eval.evaluate import evaluate
@@ -40,9 +40,8 @@ def test_extraction_on_the_gpu_stores_what_the_cpu_does(fixture, request, tmp_pa
 def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
     """A hybrid target wide enough for fla's kernels, against the same weights in float32 on the CPU's torch code."""
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
-
     from conftest import END, VOCABULARY, tiny_tokenizer
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from conftest import drafter_json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import drafter_json
 from dflash_eval.drafter import scoring
 from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
 from dflash_eval.errors import UserError
@@ -37,9 +37,9 @@ def test_row_chunks_change_nothing(monkeypatch):
     drafter = DFlashDrafter(DrafterConfig.from_dict(drafter_json(final_logit_softcapping=2.0, output_multiplier=3.0)))
     hidden, head = torch.randn(50, 32), torch.randn(260, 32)
     tokens = torch.randint(-1, 260, (50,))
-    whole = scoring.score(drafter, hidden, head, tokens, 16)
+    whole = scoring.Scorer(drafter, head, 16).score(hidden, tokens)
     monkeypatch.setitem(scoring.LOGIT_BYTES, "cpu", 1)
-    for ours, chunked in zip(whole, scoring.score(drafter, hidden, head, tokens, 16), strict=True):
+    for ours, chunked in zip(whole, scoring.Scorer(drafter, head, 16).score(hidden, tokens), strict=True):
         torch.testing.assert_close(ours, chunked)
     logits = 3 * hidden @ head.T
     expected = (2 * torch.tanh(logits / 2)).log_softmax(-1).topk(16).values

@@ -22,7 +22,9 @@ def heap_accepted(logprobs: list[list[float]], ranks: list[int], budget: int) ->
         order += 1
         if rank + 1 < k:
             above = costs_of(logprobs, path[:-1])
-            heapq.heappush(heap, (above - logprobs[depth - 1][rank + 1], depth, parent, rank + 1, (*path[:-1], rank + 1)))
+            heapq.heappush(
+                heap, (above - logprobs[depth - 1][rank + 1], depth, parent, rank + 1, (*path[:-1], rank + 1))
+            )
         if depth < len(logprobs):
             heapq.heappush(heap, (cost - logprobs[depth][0], depth + 1, order, 0, (*path, 0)))
     accepted = 0
@@ -75,4 +77,6 @@ def test_equals_the_heap_on_coarse_weights_full_of_ties(data):
 
 def test_a_probability_of_zero_or_one_is_no_special_case():
     logprobs = torch.tensor([[[0.0, -torch.inf], [0.0, -torch.inf], [-0.5, -1.0]]])
-    assert accepted_in_tree(logprobs, torch.tensor([[0, 0, 1]]), torch.tensor([3]), [1, 2, 3, 4]).tolist() == [[1, 2, 2, 3]]
+    assert accepted_in_tree(logprobs, torch.tensor([[0, 0, 1]]), torch.tensor([3]), [1, 2, 3, 4]).tolist() == [
+        [1, 2, 2, 3]
+    ]

@@ -19,7 +19,10 @@ def slow_walk(table, prompt_length, length):
 def test_equals_a_loop_over_one_sample_and_one_rule_at_a_time(data):
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 12)), min_size=1, max_size=4))
     rules = data.draw(st.integers(1, 3))
-    tables = [[data.draw(st.lists(st.integers(0, 5), min_size=p + c, max_size=p + c)) for _ in range(rules)] for p, c in shapes]
+    tables = [
+        [data.draw(st.lists(st.integers(0, 5), min_size=p + c, max_size=p + c)) for _ in range(rules)]
+        for p, c in shapes
+    ]
     seen = []
 
     def accept(samples, anchors):

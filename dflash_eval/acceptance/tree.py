@@ -20,17 +20,33 @@ ROW_STRIDE = 1e4  # separates the rows in one flat searchsorted; costs are clamp
 
 
 def accepted_in_tree(top_logprobs: Tensor, ranks: Tensor, slots: Tensor, budgets: Sequence[int]) -> Tensor:
-    """Accepted drafts a of each anchor's best-first tree, for every budget.
+    """Accepted drafts a of each anchor's best-first tree, for every budget: [anchors, len(budgets)] int64.
 
     top_logprobs: [anchors, depth, k] float, each slot's k largest log-probabilities, descending; k is at least
     min(max(budgets), vocabulary). ranks: [anchors, depth] int64, the position of the sequence's token among them;
     k or more means that it is not there (or that the sequence has ended). slots: [anchors] int64, how many slots
     the anchor's block drafts (0 ... depth). budgets: nodes under the root.
-    Returns [anchors, len(budgets)] int64.
     """
-    order = prefix_order(top_logprobs, ranks, slots, max(budgets))
+    return accepted_within(prefix_order(top_logprobs, ranks, slots, max(budgets)), budgets)
+
+
+def accepted_within(order: Tensor, budgets: Sequence[int]) -> Tensor:
+    """Accepted drafts [anchors, len(budgets)] from `prefix_order`, which grows along a path: counting is enough."""
     limits = torch.tensor(list(budgets), device=order.device)
-    return (order[:, :, None] < limits).sum(1)  # the order grows along a path: counting is enough
+    return (order[:, :, None] < limits).sum(1)
+
+
+def is_settled(order: Tensor, top_logprobs: Tensor, ranks: Tensor, n: int) -> Tensor:
+    """Whether slots beyond those given could not change `prefix_order`: [anchors] bool.
+
+    So it is where the sequence leaves the tree of n nodes within these slots, and every deeper prefix comes after
+    those of the sequence that are inside: a prefix costs no less than the cheapest one of the last depth here.
+    """
+    logprobs = top_logprobs[..., : max(n, 1)].double()
+    costs = -logprobs.gather(2, ranks.clamp(0, logprobs.shape[2] - 1)[..., None]).squeeze(2)
+    path = costs.cumsum(1).masked_fill(order >= n, -torch.inf).amax(1)
+    cheapest = -logprobs[..., 0].sum(1)
+    return (order >= n).any(1) & (cheapest >= path)
 
 
 def prefix_order(top_logprobs: Tensor, ranks: Tensor, slots: Tensor, n: int) -> Tensor:
@@ -44,7 +60,7 @@ def prefix_order(top_logprobs: Tensor, ranks: Tensor, slots: Tensor, n: int) -> 
 
 
 def _prefix_order(logprobs: Tensor, ranks: Tensor, slots: Tensor, n: int) -> Tensor:
-    anchors, depth, k = logprobs.shape
+    _, depth, k = logprobs.shape
     device = logprobs.device
     costs = (-logprobs).clamp_max(ROW_STRIDE / 2)
     drafted = torch.arange(depth, device=device) < slots[:, None]

@@ -8,7 +8,7 @@ Module names are those of z-lab's checkpoints, so that a state dict loads as it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,7 +163,7 @@ class DFlashDrafter(nn.Module):
         hidden = self.hidden_norm(self.fc(features))
         positions = torch.arange(features.shape[1], device=features.device)[None]
         cos, sin = self.rotary(hidden, positions)
-        return [layer.self_attn.context(hidden, cos, sin) for layer in self.layers]
+        return [layer.self_attn.context(hidden, cos, sin) for layer in self.layers]  # type: ignore[operator,union-attr]
 
     def forward(self, block_embeds: Tensor, anchors: Tensor, context: Context) -> Tensor:
         """Draft the same number of blocks for every sample (training).
@@ -199,14 +199,17 @@ class DFlashDrafter(nn.Module):
             hidden = layer(hidden, Blocks(positions, cos, sin, real, groups), kv)
         return self.norm(hidden)
 
-    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        """[..., hidden] and the target's head [vocabulary, hidden] → [..., vocabulary], in hidden's dtype."""
-        logits = F.linear(hidden, lm_head)
+    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
+        """[..., hidden] and the target's head [vocabulary, hidden] → [..., vocabulary], in hidden's dtype.
+
+        out: where to write them, for inference.
+        """
+        logits = torch.matmul(hidden, lm_head.t(), out=out)
         if self.config.output_multiplier != 1.0:
-            logits = logits * self.config.output_multiplier
+            logits = torch.mul(logits, self.config.output_multiplier, out=out)
         if self.config.final_logit_softcapping:
             cap = self.config.final_logit_softcapping
-            logits = torch.tanh(logits / cap) * cap
+            logits = torch.mul(torch.tanh(torch.div(logits, cap, out=out), out=out), cap, out=out)
         return logits
 
 
@@ -308,7 +311,8 @@ class MLP(nn.Module):
         self.act = ACTIVATIONS[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+        hidden = self.act(self.gate_proj(hidden)) * self.up_proj(hidden)
+        return self.down_proj(hidden)
 
 
 class RMSNorm(nn.Module):
@@ -331,7 +335,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[..., None, :] + torch.cat([-right, left], dim=-1) * sin[..., None, :]
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
