@@ -279,6 +279,16 @@ def read_completions(folder: Path) -> list[Sample]:
     return samples
 
 
+def differences(cached: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Lines `section.key: the cache has ..., the config says ...` for what `wanted` holds."""
+    return [
+        f"{section}.{key}: the cache has {cached.get(section, {}).get(key)!r}, the config gives {value!r}"
+        for section, keys in wanted.items()
+        for key, value in keys.items()
+        if cached.get(section, {}).get(key) != value
+    ]
+
+
 def check_shard(folder: Path, shard: Shard) -> None:
     """Raises UserError unless the file is there, whole and the one that was written."""
     path = folder / shard.file
@@ -305,12 +315,17 @@ class Cache:
         self.manifest = manifest
         self.samples = read_completions(folder)
         self._where: dict[str, tuple[str, int]] = {}
+        stored: dict[str, tuple[int, list[int]]] = {}  # prompt length and tokens, as the target saw them
         for shard in manifest.shards:
             check_shard(folder, shard)
             with _open_shard(folder / shard.file) as file:
+                offsets, lengths, ids = (file[name][:] for name in ("offsets", "prompt_lengths", "input_ids"))
                 for index, sample_id in enumerate(file["sample_ids"].asstr()[:]):
                     self._where[sample_id] = (shard.file, index)
-        missing = [sample.id for sample in self.samples if sample.id not in self._where]
+                    stored[sample_id] = int(lengths[index]), ids[offsets[index] : offsets[index + 1]].tolist()
+        missing = [
+            sample.id for sample in self.samples if stored.get(sample.id) != (len(sample.prompt_ids), sample.input_ids)
+        ]
         if missing or len(self._where) != len(self.samples):
             which = ", ".join(missing[:3]) or "extra"
             raise UserError(

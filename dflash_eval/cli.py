@@ -18,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 ConfigPath = Annotated[Path, typer.Option("--config", "-c", help="YAML config, e.g. configs/demo.yaml")]
 Overrides = Annotated[

@@ -227,6 +227,16 @@ class Config(Section):
             raise _problem("must not be empty", "extract", "layers")
         return self
 
+    def cache_settings(self) -> dict[str, Any]:
+        """What a cache must agree with this config on, as far as the config alone tells."""
+        return {
+            "target": self.target.model_dump(mode="json", include={"model", "revision", "dtype"}),
+            "prompts": self.prompts.model_dump(mode="json"),
+            "completions": self.completions.model_dump(
+                mode="json", include={"source", "max_new_tokens", "temperature", "seed"}
+            ),
+        }
+
 
 Keys = tuple[str | int, ...]  # the way to a value: ("drafters", 1, "checkpoint")
 Places = dict[Keys, str]  # where a value was given: "configs/demo.yaml:12" or "--set evaluate.width=4"

@@ -23,20 +23,19 @@ from dflash_eval.acceptance.statistics import bootstrap_interval, prompt_means, 
 from dflash_eval.acceptance.tree import accepted_within, is_settled, prefix_order
 from dflash_eval.acceptance.walks import Walk, position_acceptance, replay
 from dflash_eval.batches import plan_batches
-from dflash_eval.cache import DTYPES, Cache, Manifest, Sample
+from dflash_eval.cache import DTYPES, Cache, Manifest, Sample, differences
 from dflash_eval.config import Config, DrafterSpec, EvaluateConfig
-from dflash_eval.drafter.checkpoint import FORMAT, load_drafter, read_config
+from dflash_eval.drafter.checkpoint import FORMAT, check_weights, load_drafter, read_config
 from dflash_eval.drafter.model import Context, DFlashDrafter, DrafterConfig, Group
 from dflash_eval.drafter.scoring import Scorer
 from dflash_eval.errors import UserError
-from dflash_eval.extract import cache_settings, differences
+from dflash_eval.machine import device_name, pick_device, software
 from dflash_eval.progress import progress
 from dflash_eval.report import write_report
-from dflash_eval.target import device_name, pick_device, software
 
 CONTEXT_BYTES = {"cpu": 2 << 30, "cuda": 16 << 30}  # keys and values held at once; more samples wait for the next group
 BLOCKS_AT_ONCE = {"cpu": 128, "cuda": 1024}
-FIRST_SLOTS = 7  # of a block, scored before it is seen whether the rest matter
+STAGES = (5, 9)  # slots of a block that are scored before it is seen whether more of them matter
 
 
 def evaluate(config: Config) -> dict[str, Any]:
@@ -52,13 +51,17 @@ def evaluate(config: Config) -> dict[str, Any]:
     drafters = [(spec, read_config(spec)) for spec in config.drafters]
     for spec, drafter_config in drafters:
         check_fits(spec, drafter_config, cache.manifest)
+        check_weights(spec, drafter_config)
     device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
     embedding, lm_head = (tensor.to(device, dtype) for tensor in cache.head())
 
     judged = []
     for spec, drafter_config in drafters:
         drafter = load_drafter(spec, drafter_config, device, dtype)
-        walks = walk_samples(spec.name, drafter, cache, embedding, lm_head, config.evaluate)
+        try:
+            walks = walk_samples(spec.name, drafter, cache, embedding, lm_head, config.evaluate)
+        except UserError as error:
+            raise UserError(f"{spec.name} ({spec.checkpoint}): {error}") from None
         judged.append(_summary(spec, drafter_config, cache.samples, walks, config.evaluate))
         del drafter
     results = {
@@ -97,7 +100,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _check_cache(cache: Cache, config: Config) -> None:
-    different = differences(cache.manifest.settings, cache_settings(config))
+    different = differences(cache.manifest.settings, config.cache_settings())
     if different:
         raise UserError(
             f"{cache.folder} is the cache of something else: {different[0]}\n"
@@ -121,7 +124,7 @@ def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest) ->
         raise UserError(
             f"{spec.name} ({spec.checkpoint}): needs layers {', '.join(map(str, missing))}, the cache has "
             f"{', '.join(map(str, manifest.layers))}\n"
-            "dflash-eval extract --force with this config adds them (the completions are kept)"
+            "dflash-eval extract --force adds them, with extract.layers: auto (the completions are kept)"
         )
     if drafter.mask_token_id >= manifest.vocab_size:
         raise UserError(
@@ -217,7 +220,7 @@ class _Judge:
     def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """Drafts at slots 1, 2, ... [blocks, depth, hidden] against the sequence's tokens [blocks, depth].
 
-        slots: [blocks], how many of them were drafted. Most blocks are decided by their first slots; only the others
+        slots: [blocks], how many of them were drafted. Many blocks are decided by their first slots; only the others
         go through the head whole.
         """
         (blocks, depth), n, width = tokens.shape, self.scorer.n, self.config.width
@@ -226,7 +229,7 @@ class _Judge:
         top_logprobs = torch.zeros(blocks, depth, n, device=tokens.device)
         accepted = torch.empty(blocks, 2 + len(self.config.budgets), dtype=torch.int64, device=tokens.device)
         rows, begin = torch.arange(blocks, device=tokens.device), 0
-        for end in sorted({min(FIRST_SLOTS, depth), depth}):
+        for end in (*(stage for stage in STAGES if stage < depth), depth):
             todo = torch.zeros_like(drafted)
             todo[rows, begin:end] = drafted[rows, begin:end]
             ranks[todo], top_logprobs[todo] = self.scorer.score(hidden[todo], tokens[todo])

@@ -26,17 +26,16 @@ from dflash_eval.completions import RenderedPrompt
 from dflash_eval.config import Config
 from dflash_eval.drafter.checkpoint import read_config
 from dflash_eval.errors import RunError, UserError
+from dflash_eval.machine import device_name, software
 from dflash_eval.progress import progress
 from dflash_eval.prompts import has_chat_template, load_prompts, render_prompt, stop_token_ids
 from dflash_eval.target import (
     Target,
     TargetFiles,
     capture,
-    device_name,
     head_positions,
     load_target,
     load_tokenizer,
-    software,
     tokenizer_fingerprint,
 )
 
@@ -64,7 +63,7 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         )
         for prompt in load_prompts(config.prompts)
     ]
-    settings = cache_settings(config)
+    settings = config.cache_settings()
     settings["target"]["fingerprint"] = files.fingerprint()
     settings["tokenizer"] = {"fingerprint": tokenizer_fingerprint(tokenizer)}
     settings["prompts"]["fingerprint"] = _digest([prompt.ids for prompt in prompts])
@@ -112,27 +111,6 @@ def wanted_layers(config: Config) -> list[int]:
     return sorted(layers)
 
 
-def cache_settings(config: Config) -> dict[str, Any]:
-    """What a cache must agree with the config on, as far as the config alone tells."""
-    return {
-        "target": config.target.model_dump(mode="json", include={"model", "revision", "dtype"}),
-        "prompts": config.prompts.model_dump(mode="json"),
-        "completions": config.completions.model_dump(
-            mode="json", include={"source", "max_new_tokens", "temperature", "seed"}
-        ),
-    }
-
-
-def differences(cached: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Lines `section.key: the cache has ..., the config says ...` for what `wanted` holds."""
-    return [
-        f"{section}.{key}: the cache has {cached.get(section, {}).get(key)!r}, the config gives {value!r}"
-        for section, keys in wanted.items()
-        for key, value in keys.items()
-        if cached.get(section, {}).get(key) != value
-    ]
-
-
 def _existing(
     folder: Path, settings: dict[str, Any], layers: Sequence[int], force: bool, say: Callable[[str], None]
 ) -> Manifest | None:
@@ -149,7 +127,7 @@ def _existing(
             (folder / "completions.jsonl").unlink(missing_ok=True)
             return None
         raise UserError(f"{folder}: shards without a manifest; remove the folder, or overwrite it with --force")
-    different = differences(manifest.settings, settings)
+    different = cachefile.differences(manifest.settings, settings)
     missing = [layer for layer in layers if layer not in manifest.layers]
     if not different and not missing and not force:
         return manifest

@@ -10,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dflash_eval.cache import write_atomically
 
@@ -23,21 +24,21 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 
 def print_report(results: dict[str, Any], console: Console) -> None:
     """The summary, fit for 80 columns: long names fold, numbers never do."""
-    console.print(_headline(results), highlight=False)
+    console.print(_headline(results), highlight=False, markup=False)
     _print_table(console, *_main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
     _print_table(console, *_budget_table(results))
     for line in gaps(results):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(header[0], overflow="fold", min_width=9)
     for title in header[1:]:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*row, style="bold" if REFERENCE in row else "")
+        table.add_row(*map(Text, row), style="bold" if REFERENCE in row else "")
     console.print(table)
 
 
@@ -151,8 +152,8 @@ def _provenance(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
+    lines.insert(1, "| --- |" + " ---: |" * (len(header) - 1))
     return "\n".join(lines)
 
 

@@ -9,9 +9,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
 from dflash_eval.errors import UserError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -30,6 +27,14 @@ def resolve(spec: str, revision: str | None = None, files: Sequence[str] = ("*.j
         return path
     if not HUB_ID.fullmatch(spec):
         raise UserError(f"{spec}: no such file or folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         return Path(
             snapshot_download(spec, revision=revision, allow_patterns=list(files), ignore_patterns=["original/*"])

@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from dflash_eval.cache import DTYPES
 from dflash_eval.config import TargetConfig
 from dflash_eval.errors import UserError
+from dflash_eval.machine import pick_device
 from dflash_eval.sources import fingerprint, resolve
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -93,20 +94,6 @@ def load_tokenizer(files: TargetFiles, config: TargetConfig) -> Any:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     content = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, sorted(tokenizer.all_special_ids)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises UserError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device {name!r}: not a device; say auto, cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise UserError(f"device {name!r}: PyTorch sees {found} CUDA device{'s' if found != 1 else ''} here")
-    return device
 
 
 def load_target(files: TargetFiles, config: TargetConfig) -> Target:
@@ -255,22 +242,6 @@ def _require_kernels(auto: Any, described: Any, config: TargetConfig) -> None:
             f"{', '.join(sorted(fallbacks))}\ninstall what is missing (pip install {packages}) "
             "or set target.require_kernels: []"
         )
-
-
-def software() -> dict[str, str]:
-    """Versions of what computes and stores."""
-    names = ("dflash-eval", "torch", "transformers", "flash-linear-attention", "causal-conv1d", "h5py", "numpy")
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
 
 
 def _version(package: str) -> str:

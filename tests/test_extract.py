@@ -20,7 +20,6 @@ from conftest import END, PROMPTS, VOCABULARY, drafter_json, make_target, save_d
 from transformers import AutoModelForCausalLM
 
 from dflash_eval import cache as cachefile
-from dflash_eval import target as targets
 from dflash_eval.cache import Cache
 from dflash_eval.completions import generate_batch
 from dflash_eval.config import load_config
@@ -402,10 +401,3 @@ def test_layers_that_cannot_be_found_are_reported_with_the_lists_seen(tiny):
     model.config.num_hidden_layers = 4
     with pytest.raises(UserError, match=r"model\.layers \(6\)"):
         find_layers(model)
-
-
-def test_a_cuda_device_that_is_not_there_is_a_plain_error():
-    with pytest.raises(UserError, match="PyTorch sees"):
-        targets.pick_device("cuda:64")
-    with pytest.raises(UserError, match="not a device"):
-        targets.pick_device("gpu")

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 Context = list[tuple[Tensor, Tensor]]
 """Keys and values of a sample batch, one pair a layer, each [samples, kv_heads, positions, head_dim]."""
@@ -142,7 +140,7 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = Qwen3RotaryEmbedding(_rope_config(config))
+        self.rotary = rotary_embedding(config)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -152,7 +150,7 @@ class DFlashDrafter(nn.Module):
     def build_rotary(self, device: torch.device) -> None:
         """RoPE's frequencies are no weights: a drafter made on the meta device needs them from the config."""
         with device:
-            self.rotary = Qwen3RotaryEmbedding(_rope_config(self.config))
+            self.rotary = rotary_embedding(self.config)
 
     def context(self, features: Tensor) -> Context:
         """Keys and values of the context, for every layer.
@@ -199,17 +197,17 @@ class DFlashDrafter(nn.Module):
             hidden = layer(hidden, Blocks(positions, cos, sin, real, groups), kv)
         return self.norm(hidden)
 
-    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
-        """[..., hidden] and the target's head [vocabulary, hidden] → [..., vocabulary], in hidden's dtype.
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """[..., hidden] and the target's head [vocabulary, hidden] → [..., vocabulary], in hidden's dtype."""
+        return self.scale_logits(F.linear(hidden, lm_head))
 
-        out: where to write them, for inference.
-        """
-        logits = torch.matmul(hidden, lm_head.t(), out=out)
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """What the config does to the head's output [..., vocabulary]; in place where it does anything."""
         if self.config.output_multiplier != 1.0:
-            logits = torch.mul(logits, self.config.output_multiplier, out=out)
+            logits.mul_(self.config.output_multiplier)
         if self.config.final_logit_softcapping:
             cap = self.config.final_logit_softcapping
-            logits = torch.mul(torch.tanh(torch.div(logits, cap, out=out), out=out), cap, out=out)
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
 
 
@@ -329,6 +327,40 @@ class RMSNorm(nn.Module):
         return self.weight * y.to(x.dtype)
 
 
+class RotaryEmbedding(nn.Module):
+    """RoPE's plain frequencies, theta^(-2i / head_dim)."""
+
+    def __init__(self, theta: float, head_dim: int) -> None:
+        super().__init__()
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: [...] → cosine and sine [..., head_dim] in like's dtype, computed in float32."""
+        angles = positions[..., None].float() * self.frequencies  # type: ignore[operator]
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotary_embedding(config: DrafterConfig) -> nn.Module:
+    """The config's RoPE; scaled kinds (yarn, llama3, linear, ...) are transformers' own."""
+    rope = dict(config.rope_parameters)
+    if rope["rope_type"] == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0:
+        return RotaryEmbedding(rope.get("rope_theta") or 10000.0, config.head_dim)
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    described = Qwen3Config(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=rope,
+    )
+    rotary: nn.Module = Qwen3RotaryEmbedding(described)
+    return rotary
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on NeoX halves: x [..., heads, head_dim], cos and sin [..., head_dim]."""
     left, right = x.chunk(2, dim=-1)
@@ -341,13 +373,3 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-
-
-def _rope_config(config: DrafterConfig) -> Qwen3Config:
-    return Qwen3Config(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-    )

@@ -20,6 +20,8 @@ class Scorer:
     def __init__(self, drafter: DFlashDrafter, lm_head: Tensor, n: int) -> None:
         self.drafter, self.lm_head, self.n = drafter, lm_head, n
         row_bytes = len(lm_head) * lm_head.element_size()
+        # A CPU's matmul packs the head anew at each call; a piece of it then stays in the cache (1.2x at 200 rows).
+        self.columns = 2048 if lm_head.device.type == "cpu" else len(lm_head)
         self.rows = max(16, LOGIT_BYTES[lm_head.device.type] // row_bytes)
         self.room = lm_head.new_empty(0)
 
@@ -38,10 +40,14 @@ class Scorer:
             self.room = self.lm_head.new_empty(size, len(self.lm_head))
         for start in range(0, len(hidden), self.rows):
             rows = slice(start, start + self.rows)
-            room = self.room[: len(hidden[rows])]
-            logits = self.drafter.logits(hidden[rows], self.lm_head, out=room).float()
-            ranks[rows], top_logprobs[rows] = rank_rows(logits, tokens[rows], self.n)
+            ranks[rows], top_logprobs[rows] = rank_rows(self._logits(hidden[rows]), tokens[rows], self.n)
         return ranks, top_logprobs
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.room[: len(hidden)]
+        for part, head in zip(logits.split(self.columns, 1), self.lm_head.split(self.columns), strict=True):
+            torch.mm(hidden, head.t(), out=part)
+        return self.drafter.scale_logits(logits).float()
 
 
 def rank_rows(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor]:

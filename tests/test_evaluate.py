@@ -1,0 +1,482 @@
+"""Evaluation: what is refused, what the results hold, and walks that a slow loop with a heap finds as well."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import io
+import json
+import math
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROMPTS, VOCABULARY, drafter_json, save_drafter, write_config
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from dflash_eval import cache as cachefile
+from dflash_eval import evaluate as evaluation
+from dflash_eval.cache import Cache
+from dflash_eval.config import load_config
+from dflash_eval.errors import UserError
+from dflash_eval.evaluate import evaluate, group_blocks
+from dflash_eval.extract import extract
+from dflash_eval.report import print_report
+
+RULES = ["acceptance_lengths", "ddtree_width", "1", "4", "16", "64"]  # a sample's lists, with the tiny config's budgets
+
+
+def beside(setup, tmp_path: Path, drafters=None, *overrides: str, **sections):
+    """A config with its own results folder on a fixture's cache."""
+    sections.setdefault("cache_dir", str(setup.folder / "cache"))
+    path = write_config(tmp_path, setup.target, drafters or [("trained", setup.drafter)], **sections)
+    return load_config(path, [f"prompts.source={setup.folder / 'prompts.jsonl'}", *overrides])
+
+
+def error(config) -> str:
+    with pytest.raises(UserError) as caught:
+        evaluate(config)
+    assert len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+def lists(sample: dict) -> list[list[int]]:
+    """A sample's acceptance lengths under every rule: chain, width, budgets."""
+    return [sample["acceptance_lengths"], sample["ddtree_width"], *sample["ddtree_budget"].values()]
+
+
+def walks(results: dict) -> list[list[list[int]]]:
+    """[samples][rules] of the first drafter."""
+    return [lists(sample) for sample in results["drafters"][0]["samples"]]
+
+
+@pytest.fixture(scope="module")
+def results(tiny, tmp_path_factory) -> dict:
+    """The trained drafter as the reference, and a random one."""
+    folder = tmp_path_factory.mktemp("two")
+    drafters = [("trained", tiny.drafter), ("random", save_drafter(folder / "random", drafter_json()))]
+    return evaluate(beside(tiny, folder, drafters))
+
+
+@pytest.fixture
+def copied(tiny, tmp_path) -> Path:
+    """A copy of the tiny cache, to be spoilt."""
+    return Path(shutil.copytree(tiny.folder / "cache", tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_draft(monkeypatch):
+    monkeypatch.setattr(evaluation, "walk_samples", lambda *_: pytest.fail("drafted before the error was found"))
+
+
+# Bad inputs
+
+
+@pytest.mark.usefixtures("no_draft")
+@pytest.mark.parametrize("inside", ["", "deeper/still"])
+def test_a_results_folder_that_cannot_be_is_refused_before_any_draft(tiny, tmp_path, inside):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / inside
+    config = beside(tiny, tmp_path, results_dir=str(folder))
+    assert f"{folder}: results cannot be written there" in error(config)
+
+
+def test_two_references_are_refused_naming_the_first(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"drafters\.1\.reference must be false: drafters\.0 is the reference already"):
+        beside(tiny, tmp_path, [("a", tiny.drafter), ("b", tiny.drafter)], "drafters.1.reference=true")
+
+
+def test_no_drafters_says_where_they_are_listed(tiny, tmp_path):
+    config = beside(tiny, tmp_path, None, "drafters=[]", "extract.layers=[0]")
+    assert error(config) == "no drafters to evaluate: list them under drafters in the config"
+
+
+@pytest.mark.usefixtures("no_draft")
+@pytest.mark.parametrize("there", ["nothing", "a file"])
+def test_no_cache_says_what_to_run(tiny, tmp_path, there):
+    folder = tmp_path / "nowhere"
+    if there == "a file":
+        folder.write_text("")
+    message = error(beside(tiny, tmp_path, cache_dir=str(folder)))
+    assert message.startswith(f"{folder}: no cache here")
+    assert "dflash-eval extract" in message
+
+
+@pytest.mark.usefixtures("no_draft")
+def test_an_unfinished_cache_says_how_to_resume(tiny, tmp_path, copied):
+    manifest = cachefile.read_manifest(copied)
+    cachefile.write_manifest(copied, dataclasses.replace(manifest, complete=False))
+    message = error(beside(tiny, tmp_path, cache_dir=str(copied)))
+    assert message.startswith(f"{copied}: the extraction is not finished")
+    assert "dflash-eval extract" in message
+
+
+@pytest.mark.usefixtures("no_draft")
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("target.model=other/target", "target.model"),
+        ("target.revision=v2", "target.revision"),
+        ("prompts.limit=2", "prompts.limit"),
+        ("prompts.enable_thinking=true", "prompts.enable_thinking"),
+        ("completions.max_new_tokens=41", "completions.max_new_tokens"),
+        ("completions.temperature=0.5", "completions.temperature"),
+    ],
+)
+def test_the_cache_of_something_else_is_refused_with_the_key_that_differs(tiny, tmp_path, override, key):
+    message = error(beside(tiny, tmp_path, None, override))
+    assert f"{tiny.folder / 'cache'} is the cache of something else: {key}: the cache has " in message
+    assert "cache_dir" in message
+
+
+@pytest.mark.usefixtures("no_draft")
+def test_completions_edited_after_the_extraction_are_refused(tiny, tmp_path, copied):
+    """Their states are those of other tokens."""
+    path = copied / "completions.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["completion_ids"][3] ^= 1
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = error(beside(tiny, tmp_path, cache_dir=str(copied)))
+    assert "completions.jsonl" in message
+    assert rows[1]["id"] in message
+
+
+@pytest.mark.usefixtures("no_draft")
+def test_a_width_above_the_vocabulary_is_refused(tiny, tmp_path):
+    message = error(beside(tiny, tmp_path, None, f"evaluate.width={VOCABULARY + 1}"))
+    assert message == f"evaluate.width {VOCABULARY + 1} is above the vocabulary of {VOCABULARY}"
+
+
+@pytest.mark.usefixtures("no_draft")
+def test_the_last_drafters_broken_weights_are_found_before_the_first_one_drafts(tiny, tmp_path):
+    broken = save_drafter(tmp_path / "broken", drafter_json())
+    path = broken / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    config = beside(tiny, tmp_path, [("trained", tiny.drafter), ("broken", broken)])
+    assert f"{path}: not a whole safetensors file" in error(config)
+
+
+def test_weights_that_are_not_finite_are_an_error_that_names_the_drafter(tiny, tmp_path):
+    broken = save_drafter(tmp_path / "broken", drafter_json())
+    state = load_file(broken / "model.safetensors")
+    save_file({**state, "norm.weight": torch.full((32,), math.nan)}, broken / "model.safetensors")
+    message = error(beside(tiny, tmp_path, [("trained", tiny.drafter), ("broken", broken)]))
+    assert "not finite" in message
+    assert "broken" in message.partition("not finite")[0]
+
+
+# Completions without a cycle
+
+
+def from_file(tiny, folder: Path, completions: list[list[int]]):
+    """The config of a new cache whose completions are read from a file."""
+    rows = [{"id": f"p{i}", "completion_ids": ids} for i, ids in enumerate(completions)]
+    (folder / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = {"source": "file", "file": str(folder / "said.jsonl")}
+    config = load_config(write_config(folder, tiny.target, [("trained", tiny.drafter)], completions=said))
+    extract(config, say=lambda _: None)
+    return config
+
+
+def printed(results: dict) -> str:
+    out = io.StringIO()
+    print_report(results, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_completions_of_zero_and_one_token_are_kept_and_not_divided_by(tiny, tmp_path):
+    told = [sample.completion_ids for sample in Cache(tiny.folder / "cache").samples]
+    config = from_file(tiny, tmp_path, [[], told[1], [65], *told[3:]])
+    results = evaluate(config)
+    drafter = results["drafters"][0]
+    assert [sample["id"] for sample in drafter["samples"]] == [f"p{i}" for i in range(len(PROMPTS))]
+    assert results["cache"]["samples"] == len(PROMPTS)
+    assert results["cache"]["completion_tokens"] == sum(map(len, told)) - len(told[0]) - len(told[2]) + 1
+    own = walks(results)
+    assert own[0] == own[2] == [[]] * len(RULES)
+    with_a_cycle = [rules for rules in own if rules[0]]
+    assert len(with_a_cycle) == len(PROMPTS) - 2
+    assert drafter["tau"] == pytest.approx(np.mean([np.mean(rules[0]) for rules in with_a_cycle]))
+    assert drafter["ddtree_width"]["tau"] == pytest.approx(np.mean([np.mean(rules[1]) for rules in with_a_cycle]))
+    # The same prompts say the same as beside completions that have cycles.
+    alone = {sample["id"]: lists(sample) for sample in evaluate(tiny.config)["drafters"][0]["samples"]}
+    assert own[1] == alone["p1"]
+    assert own[3:] == [alone[f"p{i}"] for i in range(3, len(PROMPTS))]
+
+
+def test_completions_without_a_cycle_are_counted_in_the_report(tiny, tmp_path):
+    config = from_file(tiny, tmp_path, [[], [65], *[[70, 71, 72]] * (len(PROMPTS) - 2)])
+    text = printed(evaluate(config))
+    report = (config.results_dir / "report.md").read_text()
+    for said in (" ".join(text.split()), report):
+        assert f"{len(PROMPTS)} prompts" in said
+        assert "2 of the completions have 0 or 1 tokens" in said
+    assert f"| p0 | {'0 or 1'} | - |" in report
+
+
+def test_where_no_completion_has_a_cycle_tau_is_null_and_the_report_is_printed_all_the_same(tiny, tmp_path):
+    config = from_file(tiny, tmp_path, [[], [65]] * (len(PROMPTS) // 2))
+    random = save_drafter(tmp_path / "random", drafter_json())
+    config = load_config(
+        tmp_path / "config.yaml",
+        [f"drafters=[{{name: a, checkpoint: {tiny.drafter}, reference: true}}, {{name: b, checkpoint: {random}}}]"],
+    )
+    results = evaluate(config)
+    for drafter in results["drafters"]:
+        assert drafter["tau"] is drafter["tau_micro"] is drafter["tau_ci95"] is None
+        assert drafter["ddtree_width"]["tau"] is None
+        assert all(entry["tau"] is None for entry in drafter["ddtree_budget"])
+        assert (drafter["cycles"], drafter["position_acceptance"]) == (0, [])
+    assert {row["ratio"] for row in results["comparisons"]} == {None}
+    for text in (printed(results), (config.results_dir / "report.md").read_text()):
+        assert not re.search(r"\b(nan|None|inf)\b", text)
+    json.loads((config.results_dir / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+# The results
+
+
+def test_results_json_is_what_evaluate_returns_and_has_every_key_of_the_contract(results, tiny, tmp_path):
+    config = beside(tiny, tmp_path)
+    returned = evaluate(config)
+    written = json.loads((config.results_dir / "results.json").read_text())
+    assert written == json.loads(json.dumps(returned))
+    assert {"schema_version", "name", "cache", "drafters", "comparisons"} <= written.keys()
+    assert written["schema_version"] == 1
+    assert {"fingerprint", "samples", "completion_tokens", "greedy_agreement"} <= written["cache"].keys()
+    drafter = written["drafters"][0]
+    assert {
+        "name", "reference", "checkpoint", "format", "block_size", "target_layer_ids", "mask_token_id", "tau",
+        "tau_ci95", "tau_micro", "cycles", "ddtree_width", "ddtree_budget", "position_acceptance", "expected_tau",
+        "samples",
+    } <= drafter.keys()  # fmt: skip
+    assert drafter["ddtree_width"].keys() >= {"k", "tau", "tau_ci95"}
+    assert [entry["budget"] for entry in drafter["ddtree_budget"]] == [1, 4, 16, 64]
+    assert all(entry["tau"] >= 1 for entry in drafter["ddtree_budget"])
+    assert {"id", "acceptance_lengths", "ddtree_width", "ddtree_budget"} <= drafter["samples"][0].keys()
+    assert list(drafter["samples"][0]["ddtree_budget"]) == ["1", "4", "16", "64"]
+    assert written["comparisons"] == []
+    assert {
+        "candidate", "reference", "metric", "candidate_value", "reference_value", "difference", "difference_ci95",
+        "ratio",
+    } <= results["comparisons"][0].keys()  # fmt: skip
+
+
+def test_the_numbers_follow_from_the_samples_lists(results):
+    for drafter in results["drafters"]:
+        rules = [list(own) for own in zip(*map(lists, drafter["samples"]), strict=True)]
+        shown = [drafter["tau"], drafter["ddtree_width"]["tau"], *(e["tau"] for e in drafter["ddtree_budget"])]
+        for tau, own in zip(shown, rules, strict=True):
+            assert tau == pytest.approx(np.mean([np.mean(lengths) for lengths in own]))
+        cycles = [length for lengths in rules[0] for length in lengths]
+        assert drafter["cycles"] == len(cycles)
+        assert drafter["tau_micro"] == pytest.approx(sum(cycles) / len(cycles))
+        assert drafter["tau_ci95"][0] <= drafter["tau"] <= drafter["tau_ci95"][1]
+        shares = drafter["position_acceptance"]
+        assert len(shares) == drafter["block_size"] - 1
+        assert all(1 >= shallow >= deep >= 0 for shallow, deep in pairwise(shares))
+
+
+def test_each_metric_of_each_candidate_is_compared_with_the_reference_and_the_signs_agree(results):
+    trained, random = results["drafters"]
+    values = {
+        "tau": (random["tau"], trained["tau"]),
+        "ddtree_width": (random["ddtree_width"]["tau"], trained["ddtree_width"]["tau"]),
+        **{
+            f"ddtree_budget_{ours['budget']}": (ours["tau"], theirs["tau"])
+            for ours, theirs in zip(random["ddtree_budget"], trained["ddtree_budget"], strict=True)
+        },
+    }
+    assert random["tau"] < trained["tau"]
+    assert {row["metric"]: (row["candidate_value"], row["reference_value"]) for row in results["comparisons"]} == values
+    for row in results["comparisons"]:
+        assert (row["candidate"], row["reference"]) == ("random", "trained")
+        assert row["difference"] == pytest.approx(row["candidate_value"] - row["reference_value"])
+        assert row["ratio"] == pytest.approx(row["candidate_value"] / row["reference_value"])
+        assert row["difference_ci95"][0] <= row["difference"] <= row["difference_ci95"][1]
+
+
+# The walks
+
+
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3", "tiny_hybrid"])
+def test_every_walk_commits_the_completion_but_its_first_token_in_steps_of_a_block_at_most(fixture, request):
+    setup = request.getfixturevalue(fixture)
+    samples = Cache(setup.folder / "cache").samples
+    for sample, rules in zip(samples, walks(evaluate(setup.config)), strict=True):
+        for lengths in rules:
+            assert sum(lengths) == len(sample.completion_ids) - 1
+            assert all(1 <= length <= setup.raw["block_size"] for length in lengths)
+        assert all(length <= 2 for length in rules[RULES.index("1")])  # a tree of one node accepts one draft
+
+
+def test_from_the_common_first_anchor_more_width_or_budget_never_commits_less(results):
+    """Later anchors differ from rule to rule, so only the first cycles compare."""
+    for drafter in results["drafters"]:
+        for sample in drafter["samples"]:
+            chain, width, *budgets = [lengths[0] for lengths in lists(sample)]
+            assert chain <= width
+            assert budgets == sorted(budgets)
+
+
+def test_width_one_is_the_chain_and_the_whole_vocabulary_accepts_every_block(tiny, tmp_path):
+    for rules in walks(evaluate(beside(tiny, tmp_path, None, "evaluate.width=1"))):
+        assert rules[1] == rules[0]
+    size = tiny.raw["block_size"]
+    for rules in walks(evaluate(beside(tiny, tmp_path, None, f"evaluate.width={VOCABULARY}"))):
+        full, rest = divmod(sum(rules[0]), size)
+        assert rules[1] == [size] * full + [rest] * (rest > 0)
+
+
+def test_a_budgets_walk_does_not_depend_on_the_others_not_even_on_one_beyond_the_vocabulary(tiny, tmp_path):
+    budgets = [4, 64, VOCABULARY, 5000]
+    drafter = evaluate(beside(tiny, tmp_path, None, f"evaluate.budgets={budgets}"))["drafters"][0]
+    assert [entry["budget"] for entry in drafter["ddtree_budget"]] == budgets
+    for sample, alone in zip(drafter["samples"], evaluate(tiny.config)["drafters"][0]["samples"], strict=True):
+        own = sample["ddtree_budget"]
+        assert (own["4"], own["64"]) == (alone["ddtree_budget"]["4"], alone["ddtree_budget"]["64"])
+        assert own["64"][0] <= own[str(VOCABULARY)][0] <= own["5000"][0]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"BLOCKS_AT_ONCE": {"cpu": 1}},
+        {"BLOCKS_AT_ONCE": {"cpu": 4}, "CONTEXT_BYTES": {"cpu": 60_000}},
+        {"CONTEXT_BYTES": {"cpu": 1}},
+        {"STAGES": ()},
+        {"STAGES": (1,)},
+        {"STAGES": (2,)},
+        {"STAGES": (1, 2, 3, 4)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3"])
+def test_how_much_is_held_and_scored_at_once_changes_no_walk(fixture, limits, request, monkeypatch):
+    setup = request.getfixturevalue(fixture)
+    whole = walks(evaluate(setup.config))
+    for name, value in limits.items():
+        assert hasattr(evaluation, name)
+        monkeypatch.setattr(evaluation, name, value)
+    assert walks(evaluate(setup.config)) == whole
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
+def test_groups_hold_every_block_once_in_order_with_its_own_sample(counts, data):
+    owners = np.repeat(np.arange(len(counts)), counts)
+    anchors = np.array([data.draw(st.integers(1, 50)) for _ in owners], dtype=np.int64)
+    covered = []
+    for group in group_blocks(owners, anchors):
+        samples, blocks = range(*group.samples.indices(len(counts))), range(*group.blocks.indices(len(owners)))
+        assert len(blocks) % len(samples) == 0
+        each = len(blocks) // len(samples)
+        assert each >= 1
+        for block in blocks:
+            assert samples[(block - blocks.start) // each] == owners[block]
+            assert anchors[block] <= group.positions
+        assert group.positions == anchors[blocks.start : blocks.stop].max()
+        covered += blocks
+    assert covered == list(range(len(owners)))
+
+
+# The oracle
+
+
+def in_tree(logprobs: torch.Tensor, truth: list[int], budgets: list[int]) -> list[int]:
+    """Accepted drafts in the best-first tree of each budget, grown node by node from the root.
+
+    logprobs: [drafted slots, vocabulary]. A node is the tuple of its tokens; each one taken in offers its children.
+    """
+    most = min(max(budgets), logprobs.shape[1])
+    top = [list(zip(*(x.tolist() for x in row.topk(most)), strict=True)) for row in logprobs]
+    heap = [(-lp, (token,)) for lp, token in top[0]] if top else []
+    heapq.heapify(heap)
+    taken: dict[tuple[int, ...], int] = {}
+    while heap and len(taken) < max(budgets):
+        cost, path = heapq.heappop(heap)
+        taken[path] = len(taken) + 1
+        if len(path) < len(top):
+            for lp, token in top[len(path)]:
+                heapq.heappush(heap, (cost - lp, (*path, token)))
+    orders = [taken.get(tuple(truth[: i + 1]), math.inf) for i in range(len(logprobs))]
+    return [sum(1 for order in orders if order <= budget) for budget in budgets]
+
+
+@torch.inference_mode()
+def accepted_at(target, drafter, sample, anchor: int, limit: int, width: int, budgets: list[int]) -> list[int]:
+    """Accepted drafts [chain, width, budgets] of one block, drafted by the public model after a new target forward."""
+    ids = sample.input_ids
+    slots = min(drafter.block_size, limit - anchor)
+    states = target(torch.tensor([ids[:anchor]]), output_hidden_states=True).hidden_states
+    hidden = drafter(
+        position_ids=torch.arange(anchor + slots)[None],
+        noise_embedding=F.embedding(
+            torch.tensor([[ids[anchor]] + [drafter.mask_token_id] * (slots - 1)]), target.get_input_embeddings().weight
+        ),
+        target_hidden=torch.cat([states[layer + 1] for layer in drafter.target_layer_ids], -1),
+    )
+    logprobs = target.get_output_embeddings()(hidden)[0, 1:].double().log_softmax(-1)
+    truth = ids[anchor + 1 : anchor + slots]
+
+    def among(k: int) -> int:
+        inside = [token in row.topk(k).indices for token, row in zip(truth, logprobs, strict=False)]
+        return inside.index(False) if False in inside else len(inside)
+
+    return [among(1), among(width), *in_tree(logprobs, truth, budgets)]
+
+
+def check_against_the_heap(setup, config) -> list[list[list[int]]]:
+    """Hold every rule's walks against a loop of its own; returns them."""
+    oracles = pytest.importorskip("oracles")
+    target, drafter = oracles.load_target(setup.target), oracles.load_public_drafter(setup.drafter)
+    width, budgets = config.evaluate.width, list(config.evaluate.budgets)
+    ours = walks(evaluate(config))
+    for sample, rules in zip(Cache(config.cache_dir).samples, ours, strict=True):
+        limit = len(sample.prompt_ids) + config.completions.max_new_tokens
+        known: dict[int, list[int]] = {}
+        for rule, lengths in enumerate(rules):
+            anchor, expected = len(sample.prompt_ids), []
+            while anchor + 1 < len(sample):
+                if anchor not in known:
+                    known[anchor] = accepted_at(target, drafter, sample, anchor, limit, width, budgets)
+                expected.append(min(known[anchor][rule] + 1, len(sample) - anchor - 1))
+                anchor += expected[-1]
+            assert lengths == expected, f"{sample.id}, {RULES[rule]}"
+    return ours
+
+
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3", "tiny_hybrid"])
+def test_width_and_budget_walks_equal_a_loop_with_the_public_drafter_and_a_heap(fixture, request):
+    setup = request.getfixturevalue(fixture)
+    ours = check_against_the_heap(setup, setup.config)
+    means = [np.mean([np.mean(rules[rule]) for rules in ours]) for rule in range(len(RULES))]
+    assert means[1] > means[0] > 1, "rules that accept alike would hide a fault"
+    assert means[2] < means[3] < means[5]
+
+
+def test_blocks_that_the_limit_shortens_are_drafted_without_the_slots_beyond_it(tiny, tmp_path):
+    """Every block is shorter than the drafter's six slots, which see each other: pieces of four tokens, limit four."""
+    pieces = [
+        {"id": f"{sample.id}-{start}", "prompt": "x", "completion_ids": sample.completion_ids[start : start + 4]}
+        | {"prompt_ids": sample.prompt_ids + sample.completion_ids[:start]}
+        for sample in Cache(tiny.folder / "cache").samples
+        for start in range(0, len(sample.completion_ids) - 4, 3)
+    ]
+    for name in ("prompts.jsonl", "said.jsonl"):
+        keys = ("id", "prompt") if name == "prompts.jsonl" else ("id", "prompt_ids", "completion_ids")
+        rows = [json.dumps({key: piece[key] for key in keys}) + "\n" for piece in pieces]
+        (tmp_path / name).write_text("".join(rows))
+    said = {"source": "file", "file": str(tmp_path / "said.jsonl"), "max_new_tokens": 4}
+    config = load_config(write_config(tmp_path, tiny.target, [("trained", tiny.drafter)], completions=said))
+    extract(config, say=lambda _: None)
+    ours = check_against_the_heap(tiny, config)
+    assert len(ours) > 40
+    assert {1, 2, 3} == {rules[0][0] for rules in ours}
