@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from dflash_eval.drafter.model import Context, DFlashDrafter, DrafterConfig, Gro
 from dflash_eval.drafter.scoring import Scorer
 from dflash_eval.errors import UserError
 from dflash_eval.machine import device_name, pick_device, software
-from dflash_eval.progress import progress
+from dflash_eval.progress import bars
 from dflash_eval.report import write_report
 
 CONTEXT_BYTES = {"cpu": 2 << 30, "cuda": 16 << 30}  # keys and values held at once; more samples wait for the next group
@@ -49,21 +51,22 @@ def evaluate(config: Config) -> dict[str, Any]:
     cache = Cache(config.cache_dir)
     _check_cache(cache, config)
     drafters = [(spec, read_config(spec)) for spec in config.drafters]
+    weights = 0
     for spec, drafter_config in drafters:
         check_fits(spec, drafter_config, cache.manifest)
-        check_weights(spec, drafter_config)
+        weights = max(weights, check_weights(spec, drafter_config))
     device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
     embedding, lm_head = (tensor.to(device, dtype) for tensor in cache.head())
 
-    judged = []
-    for spec, drafter_config in drafters:
+    def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> dict[str, Any]:
         drafter = load_drafter(spec, drafter_config, device, dtype)
         try:
-            walks = walk_samples(spec.name, drafter, cache, embedding, lm_head, config.evaluate)
+            walks = walk_samples(drafter, cache, embedding, lm_head, config.evaluate, advance)
         except UserError as error:
             raise UserError(f"{spec.name} ({spec.checkpoint}): {error}") from None
-        judged.append(_summary(spec, drafter_config, cache.samples, walks, config.evaluate))
-        del drafter
+        return _summary(spec, drafter_config, cache.samples, walks, config.evaluate)
+
+    judged = _side_by_side(judge, drafters, cache, _workers(len(drafters), weights * dtype.itemsize, device))
     results = {
         "schema_version": 1,
         "name": config.name,
@@ -133,10 +136,59 @@ def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest) ->
         )
 
 
+def _workers(drafters: int, weight_bytes: int, device: torch.device) -> int:
+    """How many drafters to judge at a time: on a CPU as many as there are cores and a quarter of the memory allow.
+
+    A round's matrix products are small, so that cores that work on one each get more done than all on the same.
+    """
+    if device.type != "cpu":
+        return 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return max(1, min(drafters, torch.get_num_threads(), memory // weight_bytes))
+
+
+def _side_by_side(
+    judge: Callable[[DrafterSpec, DrafterConfig, Callable[[int], None]], dict[str, Any]],
+    drafters: Sequence[tuple[DrafterSpec, DrafterConfig]],
+    cache: Cache,
+    workers: int,
+) -> list[dict[str, Any]]:
+    """`judge` for every drafter, in `workers` threads that share the cores; an error in one stops all."""
+    threads, stop = torch.get_num_threads(), Event()
+    total = sum(len(sample.completion_ids) for sample in cache.samples)
+
+    def work(spec: DrafterSpec, drafter_config: DrafterConfig) -> dict[str, Any]:
+        torch.set_num_threads(max(1, threads // workers))
+        with bar(spec.name, total) as advance:
+
+            def step(amount: int) -> None:
+                if stop.is_set():
+                    raise CancelledError
+                advance(amount)
+
+            return judge(spec, drafter_config, step)
+
+    with bars("anchors") as bar, ThreadPoolExecutor(workers) as pool:
+        pending = [pool.submit(work, *drafter) for drafter in drafters]
+        try:
+            for future in wait(pending, return_when=FIRST_EXCEPTION).done:
+                future.result()  # raises the error that ended the wait
+            return [future.result() for future in pending]
+        finally:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            torch.set_num_threads(threads)
+
+
 def walk_samples(
-    name: str, drafter: DFlashDrafter, cache: Cache, embedding: Tensor, lm_head: Tensor, config: EvaluateConfig
+    drafter: DFlashDrafter,
+    cache: Cache,
+    embedding: Tensor,
+    lm_head: Tensor,
+    config: EvaluateConfig,
+    advance: Callable[[int], None],
 ) -> list[list[Walk]]:
-    """Every sample's walks, [samples][chain, width K, each budget]."""
+    """Every sample's walks, [samples][chain, width K, each budget]; `advance` is told of each anchor drafted at."""
     samples = cache.samples
     shape = drafter.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * embedding.element_size()
@@ -144,14 +196,13 @@ def walk_samples(
     walks: list[list[Walk]] = [[] for _ in samples]
     max_new_tokens = cache.manifest.settings["completions"]["max_new_tokens"]
     scorer = Scorer(drafter, lm_head, min(max(config.width, *config.budgets), len(lm_head)))
-    with progress(name, sum(len(sample.completion_ids) for sample in samples), "anchors") as advance:
-        for indices in plan_batches([len(sample) for sample in samples], budget):
-            group = [samples[i] for i in indices]
-            context = _context(drafter, cache, group, embedding)
-            judge = _Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, advance)
-            starts, ends = [len(sample.prompt_ids) for sample in group], [len(sample) for sample in group]
-            for index, own in zip(indices, replay(starts, ends, 2 + len(config.budgets), judge.accepted), strict=True):
-                walks[index] = own
+    for indices in plan_batches([len(sample) for sample in samples], budget):
+        group = [samples[i] for i in indices]
+        context = _context(drafter, cache, group, embedding)
+        judge = _Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, advance)
+        starts, ends = [len(sample.prompt_ids) for sample in group], [len(sample) for sample in group]
+        for index, own in zip(indices, replay(starts, ends, 2 + len(config.budgets), judge.accepted), strict=True):
+            walks[index] = own
     return walks
 
 

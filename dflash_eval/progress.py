@@ -1,11 +1,12 @@
-"""One progress bar for every long loop: what is done, how fast, how long yet; on stderr."""
+"""Progress bars for every long loop: what is done, how fast, how long yet; on stderr."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -17,12 +18,21 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
+        if speed is None and task.elapsed:
+            speed = task.completed / task.elapsed
         return Text(f"{speed:,.0f} {self.unit}/s" if speed else f"- {self.unit}/s", style="progress.data.speed")
 
 
 @contextmanager
 def progress(description: str, total: int, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
-    """Yields `advance(amount)`."""
+    """One bar; yields `advance(amount)`."""
+    with bars(unit) as bar, bar(description, total) as advance:
+        yield advance
+
+
+@contextmanager
+def bars(unit: str) -> Iterator[Callable[[str, int], AbstractContextManager[Callable[[int], None]]]]:
+    """Bars below each other, from any thread; yields `bar(description, total)`, a context that yields `advance`."""
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -31,7 +41,13 @@ def progress(description: str, total: int, unit: str = "tokens") -> Iterator[Cal
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda amount: bar.advance(task, amount)
-        bar.update(task, total=bar.tasks[0].completed)  # an early stop is the end, not an estimate
+    with Progress(*columns, console=Console(stderr=True)) as display:
+
+        @contextmanager
+        def bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
+            task = display.add_task(escape(description), total=total)
+            yield lambda amount: display.advance(task, amount)
+            done = next(t.completed for t in display.tasks if t.id == task)
+            display.update(task, total=done)  # an early end is the end, not an estimate
+
+        yield bar

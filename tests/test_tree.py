@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_eval.acceptance.tree import accepted_in_tree
+from dflash_eval.acceptance.tree import accepted_in_tree, accepted_within, is_settled, prefix_order
 
 
 def heap_accepted(logprobs: list[list[float]], ranks: list[int], budget: int) -> int:
@@ -80,3 +80,20 @@ def test_a_probability_of_zero_or_one_is_no_special_case():
     assert accepted_in_tree(logprobs, torch.tensor([[0, 0, 1]]), torch.tensor([3]), [1, 2, 3, 4]).tolist() == [
         [1, 2, 2, 3]
     ]
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 1.5, 4.0])
+def test_slots_beyond_those_that_settle_an_anchor_change_nothing(sharpness):
+    generator = torch.Generator().manual_seed(int(sharpness * 10))
+    logits = sharpness * torch.randn(200, 8, 60, generator=generator)
+    logprobs = logits.log_softmax(-1).sort(-1, descending=True).values
+    ranks = torch.distributions.Geometric(0.5).sample((200, 8)).long().clamp_max(60)
+    slots, n = torch.full((200,), 8), 24
+    whole = prefix_order(logprobs, ranks, slots, n)
+    seen = 0
+    for depth in range(1, 8):
+        order = prefix_order(logprobs[:, :depth], ranks[:, :depth], slots.clamp_max(depth), n)
+        settled = is_settled(order, logprobs[:, :depth], ranks[:, :depth], n)
+        assert torch.equal(accepted_within(order[settled], [3, 8, n]), accepted_within(whole[settled], [3, 8, n]))
+        seen += int(settled.sum())
+    assert 0 < seen < 7 * 200

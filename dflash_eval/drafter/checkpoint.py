@@ -6,6 +6,7 @@ Nothing in a checkpoint is ever executed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,8 +76,8 @@ def load_drafter(spec: DrafterSpec, config: DrafterConfig, device: torch.device,
     return drafter.eval().requires_grad_(False)
 
 
-def check_weights(spec: DrafterSpec, config: DrafterConfig) -> None:
-    """Raises UserError unless the files are whole and hold the tensors that the config asks for; no weight is read."""
+def check_weights(spec: DrafterSpec, config: DrafterConfig) -> int:
+    """The number of weights, from the files' headers. Raises UserError unless they are whole and as the config asks."""
     shapes: dict[str, list[int]] = {}
     for file in _weight_files(spec):
         with _opened(file) as opened:
@@ -87,6 +88,7 @@ def check_weights(spec: DrafterSpec, config: DrafterConfig) -> None:
                     raise UserError(f"{file}: {name} holds {header.get_dtype()}, not weights of a drafter")
     wanted = {name: list(tensor.shape) for name, tensor in _empty(spec, config).state_dict().items()}
     _check_shapes(spec, config, wanted, shapes)
+    return sum(math.prod(shape) for shape in wanted.values())
 
 
 def _folder(spec: DrafterSpec, files: tuple[str, ...]) -> Path:

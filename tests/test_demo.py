@@ -1,0 +1,160 @@
+"""The demo that ships: its prompts, its training, and its drafters on the real target."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import oracles
+import pytest
+import torch
+from conftest import END, drafter_json, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from dflash_eval.cache import Cache
+from dflash_eval.config import TargetConfig, load_config
+from dflash_eval.demo import train
+from dflash_eval.demo.prompts import HELD_OUT, composed_prompts, first_sentences
+from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.evaluate import evaluate
+from dflash_eval.extract import extract
+from dflash_eval.target import TargetFiles, load_target
+
+CODING_10 = [json.loads(line) for line in files("dflash_eval").joinpath("data/coding-10.jsonl").open(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("prompt", CODING_10, ids=lambda prompt: prompt["id"])
+def test_every_task_of_coding_10_is_held_out_of_training(prompt):
+    assert HELD_OUT.search(prompt["prompt"])
+    assert first_sentences(prompt["prompt"], ended=True) is None
+
+
+def test_composed_prompts_are_distinct_repeatable_and_none_is_held_out():
+    prompts = composed_prompts(3000, seed=1)
+    assert len(set(prompts)) == 3000
+    assert prompts == composed_prompts(3000, seed=1) != composed_prompts(3000, seed=2)
+    assert not any(HELD_OUT.search(prompt) for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "kept"),
+    [
+        ("Write a Python function that adds two numbers.", True, "Write a Python function that adds two numbers."),
+        ("Write code that adds two numbers. It should", False, "Write code that adds two numbers."),
+        ("Write code that adds two numbers. It should\ndef", False, None),
+        ("Write code that adds two", False, None),
+        ("Write a Python function that adds two numbers", True, None),
+        ("Write a Python function that is named für x.", True, None),
+        ("Add them.", True, None),
+    ],
+)
+def test_a_prompt_is_cut_to_its_whole_sentences(text, ended, kept):
+    assert first_sentences(text, ended) == kept
+
+
+@pytest.fixture
+def toy(tiny, monkeypatch):
+    """A tiny target with sequences it said itself, for the training code."""
+    monkeypatch.setattr(train, "MASK", 256)
+    monkeypatch.setattr(train, "END_OF_TURN", END)
+    monkeypatch.setattr(train, "BLOCK", 8)
+    config = TargetConfig(model=str(tiny.target), device="cpu", dtype="float32")
+    target = load_target(TargetFiles.find(config), config)
+    data = train.answers(target, tiny_tokenizer(), [f"say {word}" for word in "abcdefghijklmnop"], 24, rows=16)
+    return target, data
+
+
+def drafter_for(recipe):
+    torch.manual_seed(0)
+    raw = drafter_json(block_size=8, dflash_config={"target_layer_ids": list(recipe.layer_ids), "mask_token_id": 256})
+    return DFlashDrafter(DrafterConfig.from_dict(raw))
+
+
+@pytest.mark.parametrize("flawed", [False, True])
+def test_training_raises_tau_on_the_sequences_it_saw(toy, flawed):
+    target, data = toy
+    recipe = train.Recipe((1, 3, 5), flawed)
+    drafter, context = drafter_for(recipe), train.features(target, recipe, data)
+    before, _ = train.tau_estimate(drafter, target, context, data)
+    train.train(drafter, target, recipe, context, data, steps=250, rows=8, anchors=8, rate=4e-3, noise=0.1, seed=0)
+    after, _ = train.tau_estimate(drafter, target, context, data)
+    assert after > before + 0.5
+
+
+def test_training_features_are_what_extraction_caches(toy, tiny):
+    target, _ = toy
+    cache = Cache(tiny.config.cache_dir)
+    sample = cache.samples[0]
+    length = torch.tensor([len(sample.prompt_ids)])
+    data = train.Sequences(torch.tensor([sample.input_ids], dtype=torch.int32), length, torch.tensor([len(sample)]))
+    layers = tuple(cache.manifest.layers)
+    ours = train.features(target, train.Recipe(layers, False), data)[0]
+    torch.testing.assert_close(ours, cache.features(sample.id, layers), rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_hold_the_anchor_then_masks_and_the_tokens_that_follow(toy):
+    _, data = toy
+    anchors = train.draw_anchors(data, 50)
+    assert (anchors >= data.prompt_lengths[:, None]).all()
+    assert (anchors < data.lengths[:, None] - 1).all()
+    block, truth, there = train.blocks(data, anchors)
+    for row, column in [(0, 0), (3, 7), (15, 49)]:
+        anchor, end = int(anchors[row, column]), int(data.lengths[row])
+        assert block[row, column].tolist() == [int(data.ids[row, anchor])] + [256] * 7
+        following = data.ids[row, anchor + 1 : min(anchor + 8, end)].tolist()
+        assert truth[row, column][there[row, column]].tolist() == following
+
+
+def test_the_teacher_of_slot_k_speaks_of_the_token_at_slot_k(toy):
+    """On clean states of the last layer the teacher is the target, whose greedy choice the sequence is."""
+    target, data = toy
+    last = len(target.layers) - 1
+    context = train.features(target, train.Recipe((last,), True), data)
+    anchors = train.draw_anchors(data, 4)
+    _, truth, there = train.blocks(data, anchors)
+    teacher = train.teacher_probabilities(target, context, anchors).view(*truth.shape, -1)
+    assert (teacher.argmax(-1) == truth)[there].all()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's config at 48 new tokens for six prompts, extracted."""
+    pytest.importorskip("gguf", reason="the demo extra is not installed")
+    folder = tmp_path_factory.mktemp("demo")
+    sets = [f"cache_dir={folder}/cache", f"results_dir={folder}/results", "completions.max_new_tokens=48"]
+    config = load_config(Path("configs/demo.yaml"), [*sets, "prompts.limit=6", "evaluate.budgets=[4, 16]"])
+    torch.set_num_threads(2)
+    extract(config, say=lambda _: None)
+    yield config
+    torch.set_num_threads(1)
+
+
+@pytest.mark.slow
+def test_the_demos_reference_equals_the_public_loop_on_the_real_target(demo):
+    described = demo.target
+    described_files = TargetFiles.find(described)
+    model = AutoModelForCausalLM.from_pretrained(
+        described_files.folder, dtype=torch.float32, **described_files.arguments()
+    ).eval()
+    drafter = oracles.load_public_drafter(files("dflash_eval").joinpath("demo/reference"))
+    results = evaluate(demo)
+    ours = {sample["id"]: sample["acceptance_lengths"] for sample in results["drafters"][0]["samples"]}
+    samples = Cache(demo.cache_dir).samples
+    assert len(samples) == 6
+    for sample in samples:
+        text, lengths = oracles.public_loop(model, drafter, sample.prompt_ids, 48, [2])
+        assert text == sample.completion_ids
+        assert ours[sample.id] == lengths
+    assert max(max(lengths) for lengths in ours.values()) >= 5
+    reference, flawed = results["drafters"]
+    assert reference["tau"] > 1.3 * flawed["tau"]
+
+
+@pytest.mark.slow
+def test_one_by_one_the_real_target_says_the_same(demo):
+    from dflash_eval.completions import generate_batch
+
+    target = load_target(TargetFiles.find(demo.target), demo.target)
+    for sample in Cache(demo.cache_dir).samples[:2]:
+        assert generate_batch(target, [sample.prompt_ids], demo.completions, [2]) == [sample.completion_ids]
