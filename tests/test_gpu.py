@@ -38,7 +38,7 @@ def test_extraction_on_the_gpu_stores_what_the_cpu_does(fixture, request, tmp_pa
 
 
 def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
-    """A hybrid target wide enough for fla's kernels, against the same weights in float32 on the CPU's torch code."""
+    """A hybrid target wide enough for fla's kernels; states agree with the same weights' in float32."""
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     from conftest import END, VOCABULARY, tiny_tokenizer
     from transformers import AutoModelForCausalLM, Qwen3_5TextConfig

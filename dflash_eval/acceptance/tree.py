@@ -42,7 +42,7 @@ def is_settled(order: Tensor, top_logprobs: Tensor, ranks: Tensor, n: int) -> Te
     So it is where the sequence leaves the tree of n nodes within these slots, and every deeper prefix comes after
     those of the sequence that are inside: a prefix costs no less than the cheapest one of the last depth here.
     """
-    logprobs = top_logprobs[..., : max(n, 1)].double()
+    logprobs = top_logprobs[..., :n].double()
     costs = -logprobs.gather(2, ranks.clamp(0, logprobs.shape[2] - 1)[..., None]).squeeze(2)
     path = costs.cumsum(1).masked_fill(order >= n, -torch.inf).amax(1)
     cheapest = -logprobs[..., 0].sum(1)
