@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_eval.acceptance.statistics import bootstrap_interval, prompt_means, tau, tau_micro
+from dflash_eval.acceptance.statistics import (
+    bootstrap_interval,
+    bootstrap_ratio_interval,
+    minimum_detectable_difference,
+    prompt_means,
+    tau,
+    tau_micro,
+    wins_ties_losses,
+)
 from dflash_eval.acceptance.tree import accepted_within, is_settled, prefix_order
 from dflash_eval.acceptance.walks import Walk, position_acceptance, replay
 from dflash_eval.batches import plan_batches
@@ -327,6 +335,7 @@ def _summary(
         return {"tau": tau(means), "tau_ci95": bootstrap_interval(means, config.bootstrap, config.seed)}
 
     chain = [sample[0].committed for sample in walks]
+    tokens, cycles = (np.array([measure(lengths) for lengths in chain], dtype=np.float64) for measure in (sum, len))
     return {
         "name": spec.name,
         "reference": spec.reference,
@@ -337,6 +346,9 @@ def _summary(
         "mask_token_id": drafter.mask_token_id,
         **rule(0),
         "tau_micro": tau_micro(chain),
+        "tau_micro_ci95": bootstrap_ratio_interval(
+            tokens[cycles > 0], cycles[cycles > 0], config.bootstrap, config.seed
+        ),
         "cycles": sum(map(len, chain)),
         "ddtree_width": {"k": config.width, **rule(1)},
         "ddtree_budget": [{"budget": n, **rule(2 + i)} for i, n in enumerate(config.budgets)],
@@ -373,7 +385,10 @@ def _comparisons(judged: Sequence[dict[str, Any]], config: EvaluateConfig) -> li
                 "reference_value": aim,
                 "difference": None if value is None or aim is None else value - aim,
                 "difference_ci95": bootstrap_interval(means[0] - means[1], config.bootstrap, config.seed),
+                "minimum_detectable_difference": minimum_detectable_difference(means[0] - means[1]),
                 "ratio": None if value is None or aim is None else value / aim,
+                "ratio_ci95": bootstrap_ratio_interval(*means, config.bootstrap, config.seed),
+                "prompts": dict(zip(("above", "level", "below"), wins_ties_losses(means[0] - means[1]), strict=True)),
             })  # fmt: skip
     return rows
 

@@ -61,18 +61,24 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def gaps(results: dict[str, Any]) -> list[str]:
-    """One line a candidate: how far below or above the reference it is, in τ."""
+    """One line a candidate: how far below or above the reference it is, in τ, and whether these prompts can tell."""
     lines = []
     for row in results["comparisons"]:
         if row["metric"] != "tau" or row["ratio"] is None:
             continue
-        low, high = row["difference_ci95"] or (None, None)
+        interval = row["difference_ci95"]
         words = gap(row["ratio"]).replace("level", "level with")
-        within = f" [{low:+.2f}, {high:+.2f}]" if low is not None else ""
-        lines.append(
-            f"{row['candidate']}: τ {row['candidate_value']:.2f}, {words} "
-            f"{row['reference']}'s {row['reference_value']:.2f} (difference {row['difference']:+.2f}{within})"
+        within = f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
+        counts = row["prompts"]
+        line = (
+            f"{row['candidate']}: τ {row['candidate_value']:.2f}, {words} {row['reference']}'s "
+            f"{row['reference_value']:.2f} (difference {row['difference']:+.2f}{within}); "
+            f"{counts['above']} prompts above, {counts['level']} level, {counts['below']} below"
         )
+        if interval and interval[0] <= 0 <= interval[1]:
+            enough = row["minimum_detectable_difference"]
+            line += f". Too few to tell them apart: that takes a difference of {enough:.2f} or more prompts"
+        lines.append(line)
     return lines
 
 

@@ -36,6 +36,7 @@ def compared(candidate: dict, reference: dict) -> dict:
         "candidate": candidate["name"], "reference": reference["name"], "metric": "tau",
         "candidate_value": ours, "reference_value": theirs, "difference": ours - theirs,
         "difference_ci95": (ours - theirs - 0.51, ours - theirs + 0.49), "ratio": ours / theirs,
+        "minimum_detectable_difference": 0.71, "prompts": {"above": 1, "level": 2, "below": 7},
     }  # fmt: skip
 
 
@@ -139,6 +140,14 @@ def test_equals_are_level(results):
     assert "×" not in gap(1.0)
     results["comparisons"][0] |= {"ratio": 1.001, "candidate_value": 6.14, "difference": 0.01}
     assert "level with z-lab's 6.13" in gaps(results)[0]
+
+
+def test_a_difference_that_may_be_none_says_what_would_show(results):
+    clear = results["comparisons"][0]
+    assert "Too few" not in gaps(results)[0]
+    assert "1 prompts above, 2 level, 7 below" in gaps(results)[0]
+    clear |= {"difference": 0.2, "difference_ci95": (-0.3, 0.7)}
+    assert "Too few to tell them apart: that takes a difference of 0.71" in gaps(results)[0]
 
 
 def test_without_a_reference_there_is_no_gap_and_no_mark(results):
