@@ -174,6 +174,8 @@ class EvaluateConfig(Section):
     device: Device = "auto"
     dtype: Dtype = "float32"
     """What the drafter computes in."""
+    anchors: Literal["auto", "replay", "all"] = "auto"
+    """Draft where the walks stand, round by round, or everywhere; auto is all on a GPU. The walks are the same."""
     width: Count = 8
     """K of DDTree-K: a slot accepts a token among the K most probable."""
     budgets: Budgets = (4, 8, 16, 32, 64, 128, 256, 512, 1024)

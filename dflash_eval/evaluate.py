@@ -31,7 +31,7 @@ from dflash_eval.acceptance.statistics import (
     wins_ties_losses,
 )
 from dflash_eval.acceptance.tree import accepted_within, is_settled, prefix_order
-from dflash_eval.acceptance.walks import Walk, position_acceptance, replay
+from dflash_eval.acceptance.walks import Accept, Walk, position_acceptance, replay
 from dflash_eval.batches import plan_batches
 from dflash_eval.cache import DTYPES, Cache, Manifest, Sample, differences
 from dflash_eval.config import Config, DrafterSpec, EvaluateConfig
@@ -209,7 +209,9 @@ def walk_samples(
         context = _context(drafter, cache, group, embedding)
         judge = _Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, advance)
         starts, ends = [len(sample.prompt_ids) for sample in group], [len(sample) for sample in group]
-        for index, own in zip(indices, replay(starts, ends, 2 + len(config.budgets), judge.accepted), strict=True):
+        everywhere = config.anchors == "all" or (config.anchors == "auto" and embedding.device.type == "cuda")
+        accept = judge.everywhere() if everywhere else judge.accepted
+        for index, own in zip(indices, replay(starts, ends, 2 + len(config.budgets), accept), strict=True):
             walks[index] = own
     return walks
 
@@ -250,6 +252,16 @@ class _Judge:
             parts.append(self._accepted(owners[rows], anchors[rows]))
             self.advance(len(parts[-1]))
         return np.concatenate(parts)
+
+    def everywhere(self) -> Accept:
+        """Draft at every anchor of the group now; what comes back answers as `accepted` does."""
+        starts = np.array([len(sample.prompt_ids) for sample in self.group])
+        counts = np.array([max(0, len(sample) - 1 - start) for sample, start in zip(self.group, starts, strict=True)])
+        first = counts.cumsum() - counts
+        owners = np.repeat(np.arange(len(self.group)), counts)
+        anchors = np.arange(counts.sum()) - first[owners] + starts[owners]
+        table = self.accepted(owners, anchors) if len(anchors) else np.empty((0, 0), dtype=np.int64)
+        return lambda owners, anchors: table[first[owners] + anchors - starts[owners]]
 
     @torch.inference_mode()
     def _accepted(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> NDArray[np.int64]:

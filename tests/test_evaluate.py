@@ -369,6 +369,17 @@ def test_how_much_is_held_and_scored_at_once_changes_no_walk(fixture, limits, re
     assert walks(evaluate(setup.config)) == whole
 
 
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3", "tiny_hybrid"])
+def test_drafting_at_every_anchor_gives_the_walks_of_drafting_where_they_stand(fixture, request, monkeypatch):
+    config = request.getfixturevalue(fixture).config
+    monkeypatch.setitem(evaluation.BLOCKS_AT_ONCE, "cpu", 7)
+    everywhere, replayed = (
+        walks(evaluate(config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"anchors": mode})})))
+        for mode in ("all", "replay")
+    )
+    assert everywhere == replayed
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
 def test_groups_hold_every_block_once_in_order_with_its_own_sample(counts, data):
     owners = np.repeat(np.arange(len(counts)), counts)
