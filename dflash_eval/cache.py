@@ -341,6 +341,14 @@ class Cache:
             states = [from_stored(file[f"hidden/{layer}"][start:end], self.manifest.dtype) for layer in layers]
         return torch.cat(states, dim=-1)
 
+    def logprobs(self, sample_id: str) -> NDArray[np.float64]:
+        """Log-probability of each completion token under the sampling distribution; the cache has target_stats."""
+        name, index = self._where[sample_id]
+        with _open_shard(self.folder / name) as file:
+            start, end = file["offsets"][index : index + 2]
+            first = start + file["prompt_lengths"][index] - 1
+            return np.asarray(file["logprob"][first : end - 1], dtype=np.float64)
+
     def greedy_agreement(self) -> float | None:
         """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""
         agreed = total = 0

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_eval.acceptance.expected import acceptance_probabilities, expected_cycles
 from dflash_eval.acceptance.statistics import (
     bootstrap_interval,
     bootstrap_ratio_interval,
@@ -69,10 +70,10 @@ def evaluate(config: Config) -> dict[str, Any]:
     def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> dict[str, Any]:
         drafter = load_drafter(spec, drafter_config, device, dtype)
         try:
-            walks = walk_samples(drafter, cache, embedding, lm_head, config.evaluate, advance)
+            walks, expected = walk_samples(drafter, cache, embedding, lm_head, config.evaluate, advance)
         except UserError as error:
             raise UserError(f"{spec.name} ({spec.checkpoint}): {error}") from None
-        return _summary(spec, drafter_config, cache.samples, walks, config.evaluate)
+        return _summary(spec, drafter_config, cache.samples, walks, expected, config.evaluate)
 
     judged = _side_by_side(judge, drafters, cache, _workers(len(drafters), weights * dtype.itemsize, device))
     results = {
@@ -195,14 +196,19 @@ def walk_samples(
     lm_head: Tensor,
     config: EvaluateConfig,
     advance: Callable[[int], None],
-) -> list[list[Walk]]:
-    """Every sample's walks, [samples][chain, width K, each budget]; `advance` is told of each anchor drafted at."""
+) -> tuple[list[list[Walk]], NDArray[np.float64] | None]:
+    """Every sample's walks, [samples][chain, width K, each budget], and its expected τ where the cache was sampled.
+
+    `advance` is told of each anchor drafted at.
+    """
     samples = cache.samples
     shape = drafter.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * embedding.element_size()
     budget = CONTEXT_BYTES[embedding.device.type] // token_bytes
     walks: list[list[Walk]] = [[] for _ in samples]
-    max_new_tokens = cache.manifest.settings["completions"]["max_new_tokens"]
+    completions = cache.manifest.settings["completions"]
+    max_new_tokens, temperature = completions["max_new_tokens"], completions["temperature"]
+    expected = np.full(len(samples), np.nan) if temperature > 0 and cache.manifest.target_stats else None
     scorer = Scorer(drafter, lm_head, min(max(config.width, *config.budgets), len(lm_head)))
     for indices in plan_batches([len(sample) for sample in samples], budget):
         group = [samples[i] for i in indices]
@@ -213,7 +219,10 @@ def walk_samples(
         accept = judge.everywhere() if everywhere else judge.accepted
         for index, own in zip(indices, replay(starts, ends, 2 + len(config.budgets), accept), strict=True):
             walks[index] = own
-    return walks
+        if expected is not None:
+            logprobs = [cache.logprobs(sample.id) for sample in group]
+            expected[indices] = judge.expected_tau(logprobs, temperature)
+    return walks, expected
 
 
 @torch.inference_mode()
@@ -255,16 +264,52 @@ class _Judge:
 
     def everywhere(self) -> Accept:
         """Draft at every anchor of the group now; what comes back answers as `accepted` does."""
+        owners, anchors, first = self._every_anchor()
         starts = np.array([len(sample.prompt_ids) for sample in self.group])
-        counts = np.array([max(0, len(sample) - 1 - start) for sample, start in zip(self.group, starts, strict=True)])
-        first = counts.cumsum() - counts
-        owners = np.repeat(np.arange(len(self.group)), counts)
-        anchors = np.arange(counts.sum()) - first[owners] + starts[owners]
         table = self.accepted(owners, anchors) if len(anchors) else np.empty((0, 0), dtype=np.int64)
         return lambda owners, anchors: table[first[owners] + anchors - starts[owners]]
 
+    def _every_anchor(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """All (owner, anchor) of the group by owner, and where each owner's begin [samples + 1]."""
+        spans = [np.arange(len(sample.prompt_ids), len(sample) - 1, dtype=np.int64) for sample in self.group]
+        counts = np.array([len(span) for span in spans], dtype=np.int64)
+        first = np.concatenate([[0], counts.cumsum()])
+        return np.repeat(np.arange(len(spans)), counts), np.concatenate(spans), first
+
+    @torch.inference_mode()
+    def expected_tau(self, logprobs: Sequence[NDArray[np.float64]], temperature: float) -> list[float]:
+        """Expected τ of each sample under rejection sampling at the temperature; NaN where there is no cycle.
+
+        logprobs: of each sample, its completion tokens' log-probabilities under the target.
+        """
+        owners, anchors, first = self._every_anchor()
+        accepted = np.zeros((len(anchors), self.drafter.config.block_size - 1))
+        step = BLOCKS_AT_ONCE[self.embedding.device.type]
+        for start in range(0, len(anchors), step):
+            rows = slice(start, start + step)
+            hidden, tokens, _ = self._draft(owners[rows], anchors[rows])
+            there = tokens >= 0
+            own = torch.full(tokens.shape, -torch.inf, device=tokens.device)
+            own[there] = self.scorer.own_logprobs(hidden[there], tokens[there], temperature)
+            target = np.zeros(tokens.shape)
+            for row, (owner, anchor) in enumerate(zip(owners[rows], anchors[rows], strict=True)):
+                following = logprobs[owner][anchor + 1 - len(self.group[owner].prompt_ids) :][: tokens.shape[1]]
+                target[row, : len(following)] = following
+            accepted[rows] = acceptance_probabilities(own.double().cpu().numpy(), target)
+        taus = []
+        for owner, sample in enumerate(self.group):
+            start, end = len(sample.prompt_ids), len(sample)
+            cycles = expected_cycles(accepted[first[owner] : first[owner + 1]], start, end)
+            taus.append((end - 1 - start) / cycles if cycles else np.nan)
+        return taus
+
     @torch.inference_mode()
     def _accepted(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._compare(*self._draft(owners, anchors)).cpu().numpy()
+
+    def _draft(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
+        """One block at each (owner, anchor), slots 1, 2, ...: the drafter's output [blocks, depth, hidden], the
+        sequence's tokens [blocks, depth], -1 where it has ended, and how many slots were drafted [blocks]."""
         shape, device = self.drafter.config, self.embedding.device
         size = shape.block_size
         block = np.full((len(anchors), size), shape.mask_token_id, dtype=np.int64)
@@ -286,7 +331,7 @@ class _Judge:
             torch.from_numpy(lengths).to(device) if (lengths < size).any() else None,
         )
         slots, tokens = torch.from_numpy(lengths - 1).to(device), torch.from_numpy(truth).to(device)
-        return self._compare(hidden[:, 1:], tokens, slots).cpu().numpy()
+        return hidden[:, 1:], tokens, slots
 
     def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """Drafts at slots 1, 2, ... [blocks, depth, hidden] against the sequence's tokens [blocks, depth].
@@ -340,6 +385,7 @@ def _summary(
     drafter: DrafterConfig,
     samples: Sequence[Sample],
     walks: Sequence[Sequence[Walk]],
+    expected: NDArray[np.float64] | None,
     config: EvaluateConfig,
 ) -> dict[str, Any]:
     def rule(index: int) -> dict[str, Any]:
@@ -365,7 +411,8 @@ def _summary(
         "ddtree_width": {"k": config.width, **rule(1)},
         "ddtree_budget": [{"budget": n, **rule(2 + i)} for i, n in enumerate(config.budgets)],
         "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.block_size - 1),
-        "expected_tau": None,
+        "expected_tau": None if expected is None else tau(expected),
+        "expected_tau_ci95": None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed),
         "samples": [
             {
                 "id": sample.id,

@@ -90,7 +90,7 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
             cachefile.write_manifest(folder, manifest)
         samples = _completions(folder, config, target, tokenizer, prompts, say)
         _check_room(folder, manifest, samples, target)
-        _states(folder, manifest, samples, target, config.extract.target_stats)
+        _states(folder, manifest, samples, target)
         if config.extract.save_head:
             manifest.head_sha256 = cachefile.write_head(folder, target.head())
         manifest.complete = True
@@ -259,7 +259,7 @@ def _plan(manifest: Manifest, samples: Sequence[Sample]) -> list[list[list[int]]
     return shards
 
 
-def _states(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target, stats: bool) -> None:
+def _states(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target) -> None:
     """Write the shards that are not there yet."""
     plan = _plan(manifest, samples)
     for shard in manifest.shards:
@@ -270,11 +270,13 @@ def _states(folder: Path, manifest: Manifest, samples: Sequence[Sample], target:
         for number, batches in enumerate(todo, len(manifest.shards)):
             inside = [samples[i] for batch in batches for i in batch]
             path = folder / f"states-{number:05d}.h5"
-            writer = ShardWriter(path, inside, manifest.layers, manifest.hidden_size, manifest.dtype, stats)
+            writer = ShardWriter(
+                path, inside, manifest.layers, manifest.hidden_size, manifest.dtype, manifest.target_stats
+            )
             try:
                 first = 0
                 for batch in batches:
-                    _forward(target, [samples[i] for i in batch], manifest.layers, writer, first, stats)
+                    _forward(target, [samples[i] for i in batch], manifest, writer, first)
                     first += len(batch)
                     advance(sum(len(samples[i]) for i in batch))
                 manifest.shards.append(writer.close())
@@ -285,10 +287,9 @@ def _states(folder: Path, manifest: Manifest, samples: Sequence[Sample], target:
 
 
 @torch.inference_mode()
-def _forward(
-    target: Target, batch: Sequence[Sample], layers: Sequence[int], writer: ShardWriter, first: int, stats: bool
-) -> None:
+def _forward(target: Target, batch: Sequence[Sample], manifest: Manifest, writer: ShardWriter, first: int) -> None:
     """One forward over right-padded sequences; the states of real tokens go to the shard, from sample `first` on."""
+    layers, stats = manifest.layers, manifest.target_stats
     width = max(map(len, batch))
     ids = torch.tensor([sample.input_ids + [0] * (width - len(sample)) for sample in batch], device=target.device)
     lengths = torch.tensor([len(sample) for sample in batch], device=target.device)
@@ -312,7 +313,9 @@ def _forward(
             writer.write_hidden(first + row, layer, kept[row, : len(sample)])
     if not stats:
         return
-    argmax, logprob = _token_stats(logits, ids.flatten()[(positions + 1).to(ids.device)])
+    argmax, logprob = _token_stats(
+        logits, manifest.settings["completions"]["temperature"], ids.flatten()[(positions + 1).to(ids.device)]
+    )
     start = 0
     for row, sample in enumerate(batch):
         end = start + len(sample.completion_ids)
@@ -320,11 +323,14 @@ def _forward(
         start = end
 
 
-def _token_stats(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """logits [rows, vocabulary], tokens [rows] → the argmax (int32) and the tokens' log-probability (float32)."""
+def _token_stats(logits: torch.Tensor, temperature: float, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """logits [rows, vocabulary], tokens [rows] → the argmax (int32) and the tokens' log-probability (float32).
+
+    The log-probability is that of the distribution the tokens were sampled from; of temperature 1 where they were not.
+    """
     argmax, logprob = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
     for start in range(0, len(logits), HEAD_ROWS):
-        chunk = logits[start : start + HEAD_ROWS].float()
+        chunk = logits[start : start + HEAD_ROWS].float() / (temperature or 1.0)
         token = tokens[start : start + HEAD_ROWS].to(chunk.device)
         argmax.append(chunk.argmax(-1).int().cpu().numpy())
         logprob.append((chunk.gather(1, token[:, None])[:, 0] - chunk.logsumexp(-1)).cpu().numpy())

@@ -28,7 +28,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     _print_table(console, *_main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
     _print_table(console, *_budget_table(results))
-    for line in gaps(results):
+    for line in (*gaps(results), *_expected(results)):
         console.print(line, highlight=False, markup=False)
 
 
@@ -45,7 +45,7 @@ def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
     parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
-    parts += [f"- {line}" for line in gaps(results)]
+    parts += [f"- {line}" for line in (*gaps(results), *_expected(results))]
     parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*_budget_table(results))]
     parts += [
         "## Position acceptance (share of cycles that accept at least i drafts)",
@@ -88,6 +88,19 @@ def gap(ratio: float) -> str:
         return "level"
     factor = max(ratio, 1 / ratio) if ratio > 0 else math.inf
     return f"{factor:.{2 if factor < 1.5 else 1}f}× {'below' if ratio < 1 else 'above'}"
+
+
+def _expected(results: dict[str, Any]) -> list[str]:
+    """A line on caches that were sampled, where the walks' exact matches say less than rejection sampling reaches."""
+    taus = [
+        f"{drafter['name']} {_with_interval(drafter['expected_tau'], drafter['expected_tau_ci95'])}"
+        for drafter in results["drafters"]
+        if drafter["expected_tau"] is not None
+    ]
+    if not taus:
+        return []
+    temperature = results["cache"]["settings"]["completions"]["temperature"]
+    return [f"Expected τ under rejection sampling at temperature {temperature:g}: {', '.join(taus)}"]
 
 
 def _headline(results: dict[str, Any]) -> str:

@@ -491,3 +491,55 @@ def test_blocks_that_the_limit_shortens_are_drafted_without_the_slots_beyond_it(
     ours = check_against_the_heap(tiny, config)
     assert len(ours) > 40
     assert {1, 2, 3} == {rules[0][0] for rules in ours}
+
+
+def slow_expected_tau(target, drafter, sample, limit: int, heat: float) -> float:
+    """Both models run on the whole sequence, one block at a time; V(s) from the end backwards."""
+    start, end, ids = len(sample.prompt_ids), len(sample), sample.input_ids
+    embed = target.get_input_embeddings().weight
+    with torch.inference_mode():
+        out = target(torch.tensor([ids]), output_hidden_states=True)
+        p = (out.logits[0].double() / heat).log_softmax(-1)
+        features = torch.cat([out.hidden_states[layer + 1] for layer in drafter.target_layer_ids], -1)
+        left = {end - 1: 0.0}
+        for s in range(end - 2, start - 1, -1):
+            slots = min(drafter.block_size, start + limit - s)
+            block = torch.tensor([[ids[s]] + [drafter.mask_token_id] * (slots - 1)])
+            hidden = drafter(
+                position_ids=torch.arange(s + slots)[None],
+                noise_embedding=F.embedding(block, embed),
+                target_hidden=features[:, :s],
+            )
+            q = (target.get_output_embeddings()(hidden)[0].double() / heat).log_softmax(-1)
+            reached, left[s] = 1.0, 1.0
+            for i in range(1, min(slots, end - s)):
+                accept = min(1.0, math.exp(q[i, ids[s + i]] - p[s + i - 1, ids[s + i]]))
+                left[s] += reached * (1 - accept) * left[s + i]
+                reached *= accept
+            left[s] += reached * left[min(s + slots, end - 1)]
+    return (end - 1 - start) / left[start]
+
+
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3"])
+def test_expected_tau_of_a_sampled_cache_equals_a_slow_recursion_over_both_models(fixture, request, tmp_path):
+    import oracles
+
+    setup = request.getfixturevalue(fixture)
+    sections = {
+        "completions": {"temperature": 0.8, "max_new_tokens": 14},
+        "prompts": {"source": str(setup.folder / "prompts.jsonl")},
+    }
+    config = load_config(write_config(tmp_path, setup.target, [("trained", setup.drafter)], **sections))
+    extract(config, say=lambda _: None)
+    result = evaluate(config)["drafters"][0]
+    target, drafter = oracles.load_target(setup.target), oracles.load_public_drafter(setup.drafter)
+    samples = [sample for sample in Cache(config.cache_dir).samples if len(sample.completion_ids) > 1]
+    taus = [slow_expected_tau(target, drafter, sample, 14, 0.8) for sample in samples]
+    assert len(taus) >= 3
+    assert max(taus) > 1.2
+    assert result["expected_tau"] == pytest.approx(np.mean(taus), rel=1e-4)
+    assert "Expected τ under rejection sampling at temperature 0.8" in (config.results_dir / "report.md").read_text()
+
+
+def test_a_greedy_cache_has_no_expected_tau(results):
+    assert [drafter["expected_tau"] for drafter in results["drafters"]] == [None] * len(results["drafters"])

@@ -35,13 +35,25 @@ class Scorer:
         """
         ranks = torch.empty(tokens.shape, dtype=torch.int64, device=hidden.device)
         top_logprobs = torch.empty(len(hidden), self.n, device=hidden.device)
-        size = min(self.rows, len(hidden))
-        if size > len(self.room):
-            self.room = self.lm_head.new_empty(size, len(self.lm_head))
+        self._make_room(len(hidden))
         for start in range(0, len(hidden), self.rows):
             rows = slice(start, start + self.rows)
             ranks[rows], top_logprobs[rows] = rank_rows(self._logits(hidden[rows]), tokens[rows], self.n)
         return ranks, top_logprobs
+
+    def own_logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        """Log-probability of each row's token at a temperature: hidden [rows, hidden], tokens [rows] → [rows]."""
+        self._make_room(len(hidden))
+        parts = []
+        for start in range(0, len(hidden), self.rows):
+            rows = slice(start, start + self.rows)
+            logits = self._logits(hidden[rows]).div_(temperature)
+            parts.append(logits.gather(1, tokens[rows, None])[:, 0] - logits.logsumexp(1))
+        return torch.cat(parts)
+
+    def _make_room(self, rows: int) -> None:
+        if min(self.rows, rows) > len(self.room):
+            self.room = self.lm_head.new_empty(min(self.rows, rows), len(self.lm_head))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.room[: len(hidden)]
