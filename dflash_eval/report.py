@@ -69,11 +69,11 @@ def gaps(results: dict[str, Any]) -> list[str]:
         interval = row["difference_ci95"]
         words = gap(row["ratio"]).replace("level", "level with")
         within = f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
-        counts = row["prompts"]
+        counts, side = row["prompts"], "below" if row["ratio"] < 1 else "above"
         line = (
             f"{row['candidate']}: τ {row['candidate_value']:.2f}, {words} {row['reference']}'s "
             f"{row['reference_value']:.2f} (difference {row['difference']:+.2f}{within}); "
-            f"{counts['above']} prompts above, {counts['level']} level, {counts['below']} below"
+            f"{counts[side]} of {sum(counts.values())} prompts {side}"
         )
         if interval and interval[0] <= 0 <= interval[1]:
             enough = row["minimum_detectable_difference"]
