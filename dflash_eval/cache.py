@@ -94,7 +94,10 @@ class Manifest:
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Hold the cache for writing; the kernel lets go of it when the process ends, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); cache_dir names it") from None
     with open(folder / ".lock", "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -127,6 +127,9 @@ def _existing(
             (folder / "completions.jsonl").unlink(missing_ok=True)
             return None
         raise UserError(f"{folder}: shards without a manifest; remove the folder, or overwrite it with --force")
+    if not manifest.shards and not cachefile.read_completions(folder):  # a run that failed before it had made anything
+        cachefile.delete_states(folder)
+        return None
     different = cachefile.differences(manifest.settings, settings)
     missing = [layer for layer in layers if layer not in manifest.layers]
     if not different and not missing and not force:

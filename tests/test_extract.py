@@ -401,3 +401,20 @@ def test_layers_that_cannot_be_found_are_reported_with_the_lists_seen(tiny):
     model.config.num_hidden_layers = 4
     with pytest.raises(UserError, match=r"model\.layers \(6\)"):
         find_layers(model)
+
+
+def test_a_run_that_failed_before_it_made_anything_leaves_no_cache_in_the_way(tiny, tmp_path):
+    path = write_config(tmp_path, tiny.target, [("a", tiny.drafter)])
+    with pytest.raises(UserError, match="leaves no room"):
+        quiet(load_config(path, ["completions.max_new_tokens=5000"]))
+    quiet(load_config(path, ["completions.max_new_tokens=4"]))
+    assert Cache(tmp_path / "cache").manifest.settings["completions"]["max_new_tokens"] == 4
+
+
+@pytest.mark.parametrize("inside", ["file/cache", "file", "/proc/no-such-folder"])
+def test_a_cache_folder_that_cannot_be_is_a_plain_error(tiny, tmp_path, inside):
+    (tmp_path / "file").write_text("not a folder")
+    path = write_config(tmp_path, tiny.target, [("a", tiny.drafter)], cache_dir=str(tmp_path / inside))
+    with pytest.raises(UserError, match="cache_dir names it"):
+        quiet(load_config(path))
+    assert (tmp_path / "file").read_text() == "not a folder"
