@@ -1,0 +1,1 @@
+"""`dflash-eval bench`: the repeatable measurements behind the README's figures."""
