@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash_eval.acceptance.sampling import Sampling
 from dflash_eval.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -81,6 +82,13 @@ class Manifest:
     head_sha256: str | None = None
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
+
+    def sampling(self) -> Sampling | None:
+        """How the completions were drawn; None where they are greedy."""
+        completions = self.settings["completions"]
+        if completions["temperature"] == 0:
+            return None
+        return Sampling(completions["temperature"], completions["top_k"], completions["top_p"])
 
     def fingerprint(self) -> str:
         """Names the content: settings, layers and shards, not the machine that wrote them."""
@@ -257,6 +265,8 @@ def read_manifest(folder: Path) -> Manifest | None:
                 "extract again with --force"
             )
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
+        # Caches from before these keys were drawn from all tokens.
+        manifest.settings["completions"] = {"top_k": 0, "top_p": 1.0, **manifest.settings["completions"]}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -318,11 +328,14 @@ class Cache:
         self.manifest = manifest
         self.samples = read_completions(folder)
         self._where: dict[str, tuple[str, int]] = {}
+        self._offsets: dict[str, NDArray[np.int64]] = {}
+        self._held: dict[tuple[str, int], Tensor] = {}  # (shard, layer) → [tokens, hidden]
         stored: dict[str, tuple[int, list[int]]] = {}  # prompt length and tokens, as the target saw them
         for shard in manifest.shards:
             check_shard(folder, shard)
             with _open_shard(folder / shard.file) as file:
                 offsets, lengths, ids = (file[name][:] for name in ("offsets", "prompt_lengths", "input_ids"))
+                self._offsets[shard.file] = offsets
                 for index, sample_id in enumerate(file["sample_ids"].asstr()[:]):
                     self._where[sample_id] = (shard.file, index)
                     stored[sample_id] = int(lengths[index]), ids[offsets[index] : offsets[index + 1]].tolist()
@@ -336,13 +349,29 @@ class Cache:
                 "extract again with --force"
             )
 
+    def hold(self, layers: Sequence[int], limit: int) -> None:
+        """Read these layers' states once and keep them in memory, as far as `limit` bytes go."""
+        layer_bytes = sum(shard.tokens for shard in self.manifest.shards) * self.manifest.hidden_size
+        layer_bytes *= DTYPES[self.manifest.dtype].itemsize
+        for layer in layers[: limit // max(1, layer_bytes)]:
+            for shard in self.manifest.shards:
+                with _open_shard(self.folder / shard.file) as file:
+                    self._held[shard.file, layer] = from_stored(file[f"hidden/{layer}"][:], self.manifest.dtype)
+
     def features(self, sample_id: str, layers: Sequence[int]) -> Tensor:
         """Context features [tokens, len(layers) * hidden] in the cache's dtype: the layers' states side by side."""
         name, index = self._where[sample_id]
-        with _open_shard(self.folder / name) as file:
-            start, end = file["offsets"][index : index + 2]
-            states = [from_stored(file[f"hidden/{layer}"][start:end], self.manifest.dtype) for layer in layers]
-        return torch.cat(states, dim=-1)
+        start, end = self._offsets[name][index : index + 2]
+        missing = [layer for layer in layers if (name, layer) not in self._held]
+        read: dict[int, Tensor] = {}
+        if missing:
+            with _open_shard(self.folder / name) as file:
+                read = {
+                    layer: from_stored(file[f"hidden/{layer}"][start:end], self.manifest.dtype) for layer in missing
+                }
+        return torch.cat(
+            [read[layer] if layer in read else self._held[name, layer][start:end] for layer in layers], dim=-1
+        )
 
     def logprobs(self, sample_id: str) -> NDArray[np.float64]:
         """Log-probability of each completion token under the sampling distribution; the cache has target_stats."""

@@ -50,6 +50,9 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     results = run(settings)
     print_report(results, Console())
     typer.echo(f"written: {settings.results_dir}/results.json, report.md", err=True)
+    if results["failed"]:
+        names = ", ".join(drafter["name"] for drafter in results["failed"])
+        raise RunError(f"{len(results['failed'])} of {len(settings.drafters)} drafters failed: {names} (see above)")
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ def generate_batch(
     pad = stop_ids[0] if stop_ids else 0
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
-    sampled = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
+    sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     # The model's own generation defaults (top-k, repetition penalty, ...) would leak into what a config leaves out.
     kept, target.model.generation_config = target.model.generation_config, GenerationConfig()
     try:

@@ -113,6 +113,10 @@ class CompletionsConfig(Section):
     max_new_tokens: Count = 512
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """0 is greedy."""
+    top_k: Index = 0
+    """Of a temperature above 0: sample among the so many most probable tokens; 0 is all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of a temperature above 0: sample among the fewest most probable tokens that hold this probability."""
     seed: Seed = 0
 
     @model_validator(mode="after")
@@ -231,12 +235,11 @@ class Config(Section):
 
     def cache_settings(self) -> dict[str, Any]:
         """What a cache must agree with this config on, as far as the config alone tells."""
+        kept = {"source", "max_new_tokens", "temperature", "top_k", "top_p", "seed"}
         return {
             "target": self.target.model_dump(mode="json", include={"model", "revision", "dtype"}),
             "prompts": self.prompts.model_dump(mode="json"),
-            "completions": self.completions.model_dump(
-                mode="json", include={"source", "max_new_tokens", "temperature", "seed"}
-            ),
+            "completions": self.completions.model_dump(mode="json", include=kept),
         }
 
 

@@ -20,6 +20,7 @@ import torch
 
 from dflash_eval import cache as cachefile
 from dflash_eval import completions
+from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
 from dflash_eval.batches import plan_batches
 from dflash_eval.cache import Manifest, Sample, ShardWriter
 from dflash_eval.completions import RenderedPrompt
@@ -317,7 +318,7 @@ def _forward(target: Target, batch: Sequence[Sample], manifest: Manifest, writer
     if not stats:
         return
     argmax, logprob = _token_stats(
-        logits, manifest.settings["completions"]["temperature"], ids.flatten()[(positions + 1).to(ids.device)]
+        logits, ids.flatten()[(positions + 1).to(ids.device)], manifest.sampling() or Sampling()
     )
     start = 0
     for row, sample in enumerate(batch):
@@ -326,17 +327,17 @@ def _forward(target: Target, batch: Sequence[Sample], manifest: Manifest, writer
         start = end
 
 
-def _token_stats(logits: torch.Tensor, temperature: float, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _token_stats(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """logits [rows, vocabulary], tokens [rows] → the argmax (int32) and the tokens' log-probability (float32).
 
     The log-probability is that of the distribution the tokens were sampled from; of temperature 1 where they were not.
     """
     argmax, logprob = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
     for start in range(0, len(logits), HEAD_ROWS):
-        chunk = logits[start : start + HEAD_ROWS].float() / (temperature or 1.0)
+        chunk = logits[start : start + HEAD_ROWS].to(torch.float32, copy=True)
         token = tokens[start : start + HEAD_ROWS].to(chunk.device)
         argmax.append(chunk.argmax(-1).int().cpu().numpy())
-        logprob.append((chunk.gather(1, token[:, None])[:, 0] - chunk.logsumexp(-1)).cpu().numpy())
+        logprob.append(sampling_logprobs(chunk, token, sampling).cpu().numpy())
     return np.concatenate(argmax), np.concatenate(logprob)
 
 

@@ -1,14 +1,21 @@
-"""What computes: the device, its name, the versions of the software."""
+"""What computes: the device, its name and memory, the versions of the software."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from dflash_eval.errors import UserError
+from dflash_eval.errors import RunError, UserError
+from dflash_eval.progress import say
+
+T = TypeVar("T")
 
 
 def pick_device(name: str) -> torch.device:
@@ -39,3 +46,55 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that an allocation could have now, in bytes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    with suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        return int(text.split("MemAvailable:")[1].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class Pieces:
+    """Work done a piece at a time; when memory runs out, in pieces of half the size from then on, which is said once.
+
+    size: of a piece, in `unit`s.
+    """
+
+    def __init__(self, size: int, unit: str) -> None:
+        self.size, self.unit = size, unit
+        self.said = False
+
+    def run(self, total: int, work: Callable[[slice], T]) -> list[T]:
+        """`work` on slices that cover 0 ... total. Raises RunError when a single unit is too much."""
+        done: list[T] = []
+        start = 0
+        while start < total:
+            piece = slice(start, min(start + self.size, total))
+            try:
+                done.append(work(piece))
+                start = piece.stop
+                continue
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+            self._halve(piece.stop - piece.start)  # outside the except: its traceback holds on to what is to be freed
+        return done
+
+    def _halve(self, size: int) -> None:
+        if size == 1:
+            raise RunError(f"out of memory with a single one of its {self.unit}; free some, or use another device")
+        self.size = size // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not self.said:
+            say(f"out of memory at {size:,} {self.unit}: going on with half as many at once")
+            self.said = True
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

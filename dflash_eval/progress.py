@@ -10,6 +10,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+console = Console(stderr=True)
+
+
+def say(line: str) -> None:
+    """A line on stderr, above the bars where there are any."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
 
 class _Rate(ProgressColumn):
     def __init__(self, unit: str) -> None:
@@ -41,7 +48,7 @@ def bars(unit: str) -> Iterator[Callable[[str, int], AbstractContextManager[Call
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=Console(stderr=True)) as display:
+    with Progress(*columns, console=console) as display:
 
         @contextmanager
         def bar(description: str, total: int) -> Iterator[Callable[[int], None]]:

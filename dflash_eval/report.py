@@ -28,7 +28,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     _print_table(console, *_main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
     _print_table(console, *_budget_table(results))
-    for line in (*gaps(results), *_expected(results)):
+    for line in (*gaps(results), *_expected(results), *_failed(results)):
         console.print(line, highlight=False, markup=False)
 
 
@@ -45,7 +45,7 @@ def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
     parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
-    parts += [f"- {line}" for line in (*gaps(results), *_expected(results))]
+    parts += [f"- {line}" for line in (*gaps(results), *_expected(results), *_failed(results))]
     parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*_budget_table(results))]
     parts += [
         "## Position acceptance (share of cycles that accept at least i drafts)",
@@ -101,6 +101,10 @@ def _expected(results: dict[str, Any]) -> list[str]:
         return []
     temperature = results["cache"]["settings"]["completions"]["temperature"]
     return [f"Expected τ under rejection sampling at temperature {temperature:g}: {', '.join(taus)}"]
+
+
+def _failed(results: dict[str, Any]) -> list[str]:
+    return [f"{drafter['name']} failed: {drafter['error']}" for drafter in results["failed"]]
 
 
 def _headline(results: dict[str, Any]) -> str:

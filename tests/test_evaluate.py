@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import io
 import json
@@ -12,6 +13,7 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -21,14 +23,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_eval import cache as cachefile
 from dflash_eval import evaluate as evaluation
+from dflash_eval import judge
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
-from dflash_eval.errors import UserError
-from dflash_eval.evaluate import evaluate, group_blocks
+from dflash_eval.drafter.model import DFlashDrafter
+from dflash_eval.errors import RunError, UserError
+from dflash_eval.evaluate import evaluate
 from dflash_eval.extract import extract
+from dflash_eval.judge import group_blocks
 from dflash_eval.report import print_report
 
 RULES = ["acceptance_lengths", "ddtree_width", "1", "4", "16", "64"]  # a sample's lists, with the tiny config's budgets
@@ -155,22 +161,110 @@ def test_a_width_above_the_vocabulary_is_refused(tiny, tmp_path):
     assert message == f"evaluate.width {VOCABULARY + 1} is above the vocabulary of {VOCABULARY}"
 
 
-@pytest.mark.usefixtures("no_draft")
-def test_the_last_drafters_broken_weights_are_found_before_the_first_one_drafts(tiny, tmp_path):
-    broken = save_drafter(tmp_path / "broken", drafter_json())
+def broken_weights(folder: Path) -> Path:
+    broken = save_drafter(folder / "broken", drafter_json())
     path = broken / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    config = beside(tiny, tmp_path, [("trained", tiny.drafter), ("broken", broken)])
-    assert f"{path}: not a whole safetensors file" in error(config)
+    return broken
 
 
-def test_weights_that_are_not_finite_are_an_error_that_names_the_drafter(tiny, tmp_path):
-    broken = save_drafter(tmp_path / "broken", drafter_json())
+def nan_weights(folder: Path) -> Path:
+    broken = save_drafter(folder / "broken", drafter_json())
     state = load_file(broken / "model.safetensors")
     save_file({**state, "norm.weight": torch.full((32,), math.nan)}, broken / "model.safetensors")
-    message = error(beside(tiny, tmp_path, [("trained", tiny.drafter), ("broken", broken)]))
-    assert "not finite" in message
-    assert "broken" in message.partition("not finite")[0]
+    return broken
+
+
+def missing_layer(folder: Path) -> Path:
+    dflash = {"target_layer_ids": [0, 2, 5], "mask_token_id": 256}
+    return save_drafter(folder / "broken", drafter_json(dflash_config=dflash))
+
+
+FAULTS = {broken_weights: "not a whole safetensors file", nan_weights: "not finite", missing_layer: "needs layers 5"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_drafter_alone_that_fails_is_an_error_that_names_it(tiny, tmp_path, fault):
+    message = error(beside(tiny, tmp_path, [("unsound", fault(tmp_path))]))
+    assert FAULTS[fault] in message
+    assert str(tmp_path / "broken") in message
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_drafter_that_fails_is_said_and_the_others_are_judged_all_the_same(tiny, tmp_path, fault, first, capsys):
+    drafters = [("trained", tiny.drafter), ("unsound", fault(tmp_path))]
+    config = beside(tiny, tmp_path, drafters[::-1] if first else drafters)
+    results = evaluate(config)
+    assert [drafter["name"] for drafter in results["drafters"]] == ["trained"]
+    assert results["drafters"][0]["samples"] == evaluate(tiny.config)["drafters"][0]["samples"]
+    [failed] = results["failed"]
+    assert failed["name"] == "unsound"
+    assert FAULTS[fault] in failed["error"]
+    assert "unsound failed, the others go on" in capsys.readouterr().err
+    assert "unsound failed" in (config.results_dir / "report.md").read_text()
+    assert "unsound failed" in printed(results)
+
+
+def test_all_drafters_failing_is_the_first_ones_error(tiny, tmp_path):
+    drafters = [("a", nan_weights(tmp_path / "a")), ("b", nan_weights(tmp_path / "b"))]
+    assert error(beside(tiny, tmp_path, drafters)).startswith("a (")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_states_that_are_not_finite_are_told_with_sample_layer_and_position(tiny, tmp_path, copied, value):
+    """Written with the digest renewed, as an extraction of a model that overflows would."""
+    manifest = cachefile.read_manifest(copied)
+    sample = Cache(copied).samples[3]
+    with h5py.File(copied / "states-00000.h5", "r+") as file:
+        index = file["sample_ids"].asstr()[:].tolist().index(sample.id)
+        file["hidden/2"][file["offsets"][index] + 7, 5] = value
+    manifest.shards[0].sha256 = cachefile.sha256(copied / "states-00000.h5")
+    cachefile.write_manifest(copied, manifest)
+    message = error(beside(tiny, tmp_path, cache_dir=str(copied)))
+    assert f"{copied}: the cached states are not finite: sample '{sample.id}', layer 2, position 7" in message
+
+
+def test_layers_that_several_drafters_read_are_read_once(tiny, tmp_path, monkeypatch):
+    dflash = {"target_layer_ids": [4, 0], "mask_token_id": 256}
+    other = save_drafter(tmp_path / "other", drafter_json(dflash_config=dflash))
+    config = beside(tiny, tmp_path, [("trained", tiny.drafter), ("other", other)])
+    read = []
+    from_stored = cachefile.from_stored
+    monkeypatch.setattr(
+        cachefile, "from_stored", lambda array, dtype: (read.append(len(array)), from_stored(array, dtype))[1]
+    )
+    held = walks(evaluate(config))
+    samples = Cache(config.cache_dir).samples
+    tokens = sum(map(len, samples))
+    assert sorted(read) == sorted([tokens, tokens, *map(len, samples)])  # 0 and 4 whole; 2, which one reads, by sample
+    monkeypatch.setattr(evaluation, "free_bytes", lambda _: 0)  # no memory to hold them: the same walks
+    assert walks(evaluate(config)) == held
+
+
+def scarce(limit: int, work):
+    """`work` on a device that has no memory for more than `limit` blocks."""
+
+    def limited(self, block_embeds, *arguments):
+        if len(block_embeds) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        return work(self, block_embeds, *arguments)
+
+    return limited
+
+
+def test_out_of_memory_halves_the_blocks_goes_on_and_says_so_once(tiny, tmp_path, monkeypatch, capsys):
+    whole = walks(evaluate(tiny.config))
+    monkeypatch.setattr(DFlashDrafter, "draft", scarce(3, DFlashDrafter.draft))
+    config = beside(tiny, tmp_path, None, "evaluate.anchors=all")
+    assert walks(evaluate(config)) == whole
+    assert capsys.readouterr().err.count("out of memory at ") == 1
+
+
+def test_out_of_memory_for_a_single_block_fails_the_drafter(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(DFlashDrafter, "draft", scarce(0, DFlashDrafter.draft))
+    with pytest.raises(RunError, match="out of memory with a single one of its blocks"):
+        evaluate(beside(tiny, tmp_path))
 
 
 # Completions without a cycle
@@ -349,13 +443,14 @@ def test_a_budgets_walk_does_not_depend_on_the_others_not_even_on_one_beyond_the
 @pytest.mark.parametrize(
     "limits",
     [
-        {"BLOCKS_AT_ONCE": {"cpu": 1}},
-        {"BLOCKS_AT_ONCE": {"cpu": 4}, "CONTEXT_BYTES": {"cpu": 60_000}},
+        {"BLOCKS_JUDGED": {"cpu": 1}},
+        {"BLOCKS_DRAFTED": {"cpu": 3}},
+        {"BLOCKS_JUDGED": {"cpu": 4}, "BLOCKS_DRAFTED": {"cpu": 3}, "CONTEXT_BYTES": {"cpu": 60_000}},
         {"CONTEXT_BYTES": {"cpu": 1}},
-        {"STAGES": ()},
-        {"STAGES": (1,)},
-        {"STAGES": (2,)},
-        {"STAGES": (1, 2, 3, 4)},
+        {"STAGES": {"cpu": ()}},
+        {"STAGES": {"cpu": (1,)}},
+        {"STAGES": {"cpu": (2,)}},
+        {"STAGES": {"cpu": (1, 2, 3, 4)}},
     ],
     ids=str,
 )
@@ -364,15 +459,15 @@ def test_how_much_is_held_and_scored_at_once_changes_no_walk(fixture, limits, re
     setup = request.getfixturevalue(fixture)
     whole = walks(evaluate(setup.config))
     for name, value in limits.items():
-        assert hasattr(evaluation, name)
-        monkeypatch.setattr(evaluation, name, value)
+        assert hasattr(judge, name)
+        monkeypatch.setattr(judge, name, value)
     assert walks(evaluate(setup.config)) == whole
 
 
 @pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3", "tiny_hybrid"])
 def test_drafting_at_every_anchor_gives_the_walks_of_drafting_where_they_stand(fixture, request, monkeypatch):
     config = request.getfixturevalue(fixture).config
-    monkeypatch.setitem(evaluation.BLOCKS_AT_ONCE, "cpu", 7)
+    monkeypatch.setitem(judge.BLOCKS_JUDGED, "cpu", 7)
     everywhere, replayed = (
         walks(evaluate(config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"anchors": mode})})))
         for mode in ("all", "replay")
@@ -493,13 +588,13 @@ def test_blocks_that_the_limit_shortens_are_drafted_without_the_slots_beyond_it(
     assert {1, 2, 3} == {rules[0][0] for rules in ours}
 
 
-def slow_expected_tau(target, drafter, sample, limit: int, heat: float) -> float:
+def slow_expected_tau(target, drafter, sample, limit: int, warp) -> float:
     """Both models run on the whole sequence, one block at a time; V(s) from the end backwards."""
     start, end, ids = len(sample.prompt_ids), len(sample), sample.input_ids
     embed = target.get_input_embeddings().weight
     with torch.inference_mode():
         out = target(torch.tensor([ids]), output_hidden_states=True)
-        p = (out.logits[0].double() / heat).log_softmax(-1)
+        p = warp(out.logits[0].double()).log_softmax(-1)
         features = torch.cat([out.hidden_states[layer + 1] for layer in drafter.target_layer_ids], -1)
         left = {end - 1: 0.0}
         for s in range(end - 2, start - 1, -1):
@@ -510,23 +605,28 @@ def slow_expected_tau(target, drafter, sample, limit: int, heat: float) -> float
                 noise_embedding=F.embedding(block, embed),
                 target_hidden=features[:, :s],
             )
-            q = (target.get_output_embeddings()(hidden)[0].double() / heat).log_softmax(-1)
+            q = warp(target.get_output_embeddings()(hidden)[0].double()).log_softmax(-1)
             reached, left[s] = 1.0, 1.0
             for i in range(1, min(slots, end - s)):
-                accept = min(1.0, math.exp(q[i, ids[s + i]] - p[s + i - 1, ids[s + i]]))
+                accept = min(1.0, math.exp(q[i, ids[s + i]]) / math.exp(p[s + i - 1, ids[s + i]]))
                 left[s] += reached * (1 - accept) * left[s + i]
                 reached *= accept
             left[s] += reached * left[min(s + slots, end - 1)]
     return (end - 1 - start) / left[start]
 
 
-@pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3"])
-def test_expected_tau_of_a_sampled_cache_equals_a_slow_recursion_over_both_models(fixture, request, tmp_path):
+@pytest.mark.parametrize(
+    ("fixture", "filters"), [("tiny", {}), ("tiny", {"top_k": 12, "top_p": 0.7}), ("tiny_qwen3", {"top_p": 0.9})]
+)
+def test_expected_tau_of_a_sampled_cache_equals_a_slow_recursion_over_both_models(fixture, filters, request, tmp_path):
     import oracles
 
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
+    warpers += [TopKLogitsWarper(filters["top_k"])] if "top_k" in filters else []
+    warpers += [TopPLogitsWarper(filters["top_p"])] if filters else []
     setup = request.getfixturevalue(fixture)
     sections = {
-        "completions": {"temperature": 0.8, "max_new_tokens": 14},
+        "completions": {"temperature": 0.8, "max_new_tokens": 14, **filters},
         "prompts": {"source": str(setup.folder / "prompts.jsonl")},
     }
     config = load_config(write_config(tmp_path, setup.target, [("trained", setup.drafter)], **sections))
@@ -534,7 +634,8 @@ def test_expected_tau_of_a_sampled_cache_equals_a_slow_recursion_over_both_model
     result = evaluate(config)["drafters"][0]
     target, drafter = oracles.load_target(setup.target), oracles.load_public_drafter(setup.drafter)
     samples = [sample for sample in Cache(config.cache_dir).samples if len(sample.completion_ids) > 1]
-    taus = [slow_expected_tau(target, drafter, sample, 14, 0.8) for sample in samples]
+    warp = functools.partial(warpers, None)
+    taus = [slow_expected_tau(target, drafter, sample, 14, warp) for sample in samples]
     assert len(taus) >= 3
     assert max(taus) > 1.2
     assert result["expected_tau"] == pytest.approx(np.mean(taus), rel=1e-4)

@@ -12,7 +12,7 @@ def test_certain_and_impossible_drafts_give_the_walk_itself():
     start, end, slots = 5, 45, 6
     accepted = (rng.random((end - 1 - start, slots)) < 0.6).astype(float)
     drafts = accepted.cumprod(1).sum(1).astype(int)
-    walk = replay([start], [end], 1, lambda _, anchors: drafts[anchors - start][:, None])[0][0]
+    walk = replay([start], [end], 1, lambda _, anchors, __: drafts[anchors - start][:, None])[0][0]
     assert expected_cycles(accepted, start, end) == pytest.approx(len(walk.committed))
 
 
@@ -55,3 +55,11 @@ def test_an_emitted_token_was_an_accepted_draft_as_often_as_it_says():
     wanted = acceptance_probabilities(np.log(q), np.log(p))
     error = np.sqrt(wanted * (1 - wanted) / emitted) + 1e-9
     assert (np.abs(share - wanted) < 4 * error + 1e-6).all()
+
+
+def test_a_token_that_is_never_drawn_is_no_special_case():
+    drafter, target = np.log([[0.5, 1e-300, 0.5, 0.2]]), np.log([[0.5, 0.5, 0.25, 0.4]])
+    drafter[0, 1] = target[0, 2] = -np.inf
+    assert acceptance_probabilities(drafter, target)[0].tolist() == pytest.approx([1.0, 0.0, 1.0, 0.5])
+    both = np.full((1, 1), -np.inf)
+    assert acceptance_probabilities(both, both).tolist() == [[0.0]]

@@ -53,6 +53,7 @@ def results() -> dict:
             "greedy_agreement": 0.998,
         },
         "drafters": [reference, *candidates],
+        "failed": [],
         "comparisons": [compared(candidate, reference) for candidate in candidates],
         "provenance": {"device": "cpu", "dtype": "float32"},
     }  # fmt: skip

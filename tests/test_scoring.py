@@ -21,7 +21,7 @@ def test_rank_is_the_place_in_a_stable_sort_ties_and_all(data):
     n = data.draw(st.integers(1, size))
     rows = data.draw(st.lists(st.lists(st.integers(-3, 3), min_size=size, max_size=size), min_size=1, max_size=4))
     tokens = [data.draw(st.integers(-1, size - 1)) for _ in rows]
-    ranks, _ = scoring.rank_rows(torch.tensor(rows).float(), torch.tensor(tokens), n)
+    ranks, _, _ = scoring.rank_rows(torch.tensor(rows).float(), torch.tensor(tokens), n)
     assert ranks.tolist() == [
         n if token < 0 else min(n, slow_rank(row, token)) for row, token in zip(rows, tokens, strict=True)
     ]
@@ -29,8 +29,21 @@ def test_rank_is_the_place_in_a_stable_sort_ties_and_all(data):
 
 def test_top_logprobs_are_the_sorted_log_softmax():
     logits = 5 * torch.randn(7, 300)
-    _, top = scoring.rank_rows(logits.clone(), torch.zeros(7, dtype=torch.int64), 20)
+    _, top, ids = scoring.rank_rows(logits.clone(), torch.zeros(7, dtype=torch.int64), 20)
     torch.testing.assert_close(top, logits.log_softmax(-1).sort(-1, descending=True).values[:, :20])
+    assert torch.equal(logits.gather(1, ids.long()), logits.topk(20).values)
+
+
+@given(st.integers(1, 300), st.integers(1, 2000), st.integers(0, 3))
+def test_the_largest_by_groups_are_topk_whatever_the_sizes(n, vocabulary, seed):
+    n = min(n, vocabulary)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-9, 9, (3, vocabulary), generator=generator) + torch.rand(3, 1, generator=generator).round()
+    logits[0] += torch.rand(vocabulary, generator=generator)  # one row without ties
+    top, ids = scoring.largest(logits, n)
+    assert torch.equal(top, logits.topk(n).values)
+    assert torch.equal(logits.gather(1, ids), top)
+    assert all(len(set(row)) == n for row in ids.tolist())
 
 
 def test_row_chunks_change_nothing(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_eval.acceptance.tree import accepted_in_tree, accepted_within, is_settled, prefix_order
+from dflash_eval.acceptance.tree import accepted_in_tree, accepted_within, prefix_order, settled_within
 
 
 def heap_accepted(logprobs: list[list[float]], ranks: list[int], budget: int) -> int:
@@ -88,12 +88,14 @@ def test_slots_beyond_those_that_settle_an_anchor_change_nothing(sharpness):
     logits = sharpness * torch.randn(200, 8, 60, generator=generator)
     logprobs = logits.log_softmax(-1).sort(-1, descending=True).values
     ranks = torch.distributions.Geometric(0.5).sample((200, 8)).long().clamp_max(60)
-    slots, n = torch.full((200,), 8), 24
-    whole = prefix_order(logprobs, ranks, slots, n)
-    seen = 0
+    slots, budgets = torch.full((200,), 8), [3, 8, 24]
+    whole = accepted_within(prefix_order(logprobs, ranks, slots, 24), budgets)
+    seen = torch.zeros(3, dtype=torch.int64)
     for depth in range(1, 8):
-        order = prefix_order(logprobs[:, :depth], ranks[:, :depth], slots.clamp_max(depth), n)
-        settled = is_settled(order, logprobs[:, :depth], ranks[:, :depth], n)
-        assert torch.equal(accepted_within(order[settled], [3, 8, n]), accepted_within(whole[settled], [3, 8, n]))
-        seen += int(settled.sum())
-    assert 0 < seen < 7 * 200
+        order = prefix_order(logprobs[:, :depth], ranks[:, :depth], slots.clamp_max(depth), 24)
+        settled = settled_within(order, logprobs[:, :depth], ranks[:, :depth], budgets)
+        assert torch.equal(accepted_within(order, budgets)[settled], whole[settled])
+        seen += settled.sum(0)
+    assert (seen > 0).all()
+    assert (seen < 7 * 200).all()
+    assert seen[0] > seen[2]  # a small tree is settled sooner

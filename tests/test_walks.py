@@ -25,21 +25,25 @@ def test_equals_a_loop_over_one_sample_and_one_rule_at_a_time(data):
     ]
     seen = []
 
-    def accept(samples, anchors):
-        seen.extend(zip(samples.tolist(), anchors.tolist(), strict=True))
-        return np.array([[tables[s][r][a] for r in range(rules)] for s, a in zip(samples, anchors, strict=True)])
+    told = data.draw(st.booleans())  # of the rules that were not asked for too
+
+    def accept(samples, anchors, needed):
+        asked = zip(samples.tolist(), anchors.tolist(), needed.tolist(), strict=True)
+        seen.extend((s, a, r) for s, a, own in asked for r in range(rules) if own[r] or told)
+        found = np.array([[tables[s][r][a] for r in range(rules)] for s, a in zip(samples, anchors, strict=True)])
+        return found if told else np.where(needed, found, -1)
 
     walks = replay([p for p, _ in shapes], [p + c for p, c in shapes], rules, accept)
     for (p, c), table, got in zip(shapes, tables, walks, strict=True):
         assert [w.committed for w in got] == [slow_walk(t, p, p + c) for t in table]
         assert all(sum(w.committed) == max(c - 1, 0) for w in got)
-    assert len(seen) == len(set(seen))
+    assert len(seen) == len(set(seen))  # nothing is asked for twice
 
 
 def test_all_samples_advance_in_the_same_rounds():
     rounds = []
 
-    def accept(samples, anchors):
+    def accept(samples, anchors, needed):
         rounds.append(len(samples))
         return np.zeros((len(samples), 1), dtype=np.int64)
 

@@ -11,8 +11,10 @@ def acceptance_probabilities(drafter: NDArray[np.float64], target: NDArray[np.fl
 
     The probability that the x which a rejection-sampling step emitted was an accepted draft: x is proposed with q(x)
     and accepted with min(1, p(x) / q(x)) (Leviathan et al. 2023, arXiv:2211.17192), and it is emitted with p(x).
+    -inf, a token that is never drawn: 0 where the drafter's is, whatever the target's.
     """
-    return np.exp(np.minimum(0.0, drafter - target))
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isneginf(drafter), 0.0, np.exp(np.minimum(0.0, drafter - target)))
 
 
 def expected_cycles(accepted: NDArray[np.float64], start: int, end: int) -> float:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Accept = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
-"""(samples [blocks], anchors [blocks]) → accepted drafts [blocks, rules]."""
+Accept = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int64]]
+"""(samples [blocks], anchors [blocks], needed [blocks, rules]) → accepted drafts [blocks, rules], of the rules that are
+needed and, as it comes, of others; -1 where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -29,30 +30,34 @@ def replay(prompt_lengths: Sequence[int], lengths: Sequence[int], rules: int, ac
     """Walk every sample under every rule; returns [samples][rules].
 
     prompt_lengths: P of each sample; lengths: N. All walks advance together: each round asks `accept` once, for
-    the anchors that walks stand at and no round has asked for before. A completion of 0 or 1 tokens has no cycle.
+    the anchors that walks stand at and no round has told their rules of. A completion of 0 or 1 tokens has no cycle.
     """
     walks = [[Walk([], []) for _ in range(rules)] for _ in lengths]
     standing = [[int(p)] * rules for p in prompt_lengths]
-    known: dict[tuple[int, int], NDArray[np.int64]] = {}
+    known: dict[tuple[int, int], list[int]] = {}
+    unknown = [-1] * rules
     while True:
-        asked = set()
+        asked: dict[tuple[int, int], list[int]] = {}
         for sample, end in enumerate(lengths):
             for rule in range(rules):
                 anchor = standing[sample][rule]
-                while anchor + 1 < end and (sample, anchor) in known:
-                    drafts = int(known[sample, anchor][rule])
+                while anchor + 1 < end and (drafts := known.get((sample, anchor), unknown)[rule]) >= 0:
                     tokens = min(drafts + 1, end - anchor - 1)
                     walks[sample][rule].accepted.append(drafts)
                     walks[sample][rule].committed.append(tokens)
                     anchor += tokens
                 standing[sample][rule] = anchor
                 if anchor + 1 < end:
-                    asked.add((sample, anchor))
+                    asked.setdefault((sample, anchor), []).append(rule)
         if not asked:
             return walks
         blocks = sorted(asked)
+        needed = np.zeros((len(blocks), rules), dtype=np.bool_)
+        for row, block in enumerate(blocks):
+            needed[row, asked[block]] = True
         samples, anchors = np.array(blocks, dtype=np.int64).T
-        known.update(zip(blocks, accept(samples, anchors), strict=True))
+        for block, found in zip(blocks, accept(samples, anchors, needed), strict=True):
+            known[block] = np.maximum(known.get(block, unknown), found).tolist()
 
 
 def position_acceptance(walks: Sequence[Walk], slots: int) -> list[float]:

@@ -28,16 +28,24 @@ class Group:
     blocks: slice
     positions: int
 
+    @property
+    def owners(self) -> Tensor:
+        """The sample of each block, [blocks of the group] int64."""
+        samples = torch.arange(self.samples.start, self.samples.stop)
+        return samples.repeat_interleave((self.blocks.stop - self.blocks.start) // len(samples))
+
 
 @dataclass(frozen=True)
 class Blocks:
-    """What every layer needs to know of the blocks: [blocks, slots] positions, their RoPE, which slots are real."""
+    """What every layer needs to know of the blocks: [blocks, slots] positions, their RoPE, and how many slots of each
+    are real ([blocks]; None: all)."""
 
     positions: Tensor
     cos: Tensor
     sin: Tensor
-    real: Tensor | None
+    lengths: Tensor | None
     groups: Sequence[Group]
+    owners: Tensor  # [blocks] int64, each block's sample
 
 
 @dataclass(frozen=True)
@@ -191,10 +199,11 @@ class DFlashDrafter(nn.Module):
         slots = torch.arange(block_embeds.shape[1], device=anchors.device)
         positions = anchors[:, None] + slots
         cos, sin = self.rotary(block_embeds, positions)
-        real = None if lengths is None else slots < lengths[:, None]
+        owners = torch.cat([group.owners for group in groups]).to(anchors.device)
+        blocks = Blocks(positions, cos, sin, lengths, groups, owners)
         hidden = block_embeds
         for layer, kv in zip(self.layers, context, strict=True):
-            hidden = layer(hidden, Blocks(positions, cos, sin, real, groups), kv)
+            hidden = layer(hidden, blocks, kv)
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
@@ -250,8 +259,23 @@ class BlockAttention(nn.Module):
         value = self.v_proj(hidden).unflatten(-1, (self.kv_heads, self.head_dim))
         query = rotate(query, blocks.cos, blocks.sin) * self.head_dim**-0.5
         key = rotate(key, blocks.cos, blocks.sin)
+        if hidden.is_cuda and not torch.is_grad_enabled():
+            return self.o_proj(self._attend_fused(query, key, value, blocks, kv))
         mixed = [self._attend(query, key, value, blocks, group, kv) for group in blocks.groups]
         return self.o_proj(mixed[0] if len(mixed) == 1 else torch.cat(mixed))
+
+    def _attend_fused(
+        self, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, kv: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """All groups' attention at once, [blocks, slots, heads * head_dim]; has no backward."""
+        from dflash_eval.drafter.fused import block_attention  # triton, which comes with torch for CUDA
+
+        anchors, lengths = blocks.positions[:, 0], blocks.lengths
+        if lengths is None:
+            lengths = torch.full_like(anchors, query.shape[1])
+        return block_attention(
+            query, key, value, *kv, blocks.owners, anchors.contiguous(), lengths, self.window, self.causal
+        )
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, group: Group, kv: tuple[Tensor, Tensor]
@@ -277,9 +301,10 @@ class BlockAttention(nn.Module):
         to_context = to_context.masked_fill(~sees_context[:, None, None], -torch.inf)
         if sees_block is not None:
             to_block = to_block.masked_fill(~sees_block, -torch.inf)
-        if blocks.real is not None:
+        if blocks.lengths is not None:
             itself = torch.eye(k.shape[-2], dtype=torch.bool, device=k.device)  # or a slot past the end sees nothing
-            real = by_sample(blocks.real)[:, None, None, :, None] | itself
+            slots = torch.arange(k.shape[-2], device=k.device)
+            real = by_sample(slots < blocks.lengths[:, None])[:, None, None, :, None] | itself
             to_block = to_block.masked_fill(~real, -torch.inf)
         weights = torch.cat([to_context, to_block], dim=-1).softmax(-1, dtype=torch.float32).to(value.dtype)
         on_context, on_block = weights.split([group.positions, k.shape[-2]], dim=-1)
@@ -314,7 +339,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm computed in float32, as Qwen3 does."""
+    """Root-mean-square norm, computed in float32 whatever x's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -322,9 +347,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class RotaryEmbedding(nn.Module):

@@ -1,71 +1,101 @@
-"""From a drafter's hidden states to what acceptance needs: the true token's rank, and the top log-probabilities."""
+"""From a drafter's hidden states to what acceptance needs: the true token's rank, and the most probable tokens."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.errors import UserError
+from dflash_eval.machine import Pieces, free_bytes
 
-LOGIT_BYTES = {"cpu": 192 << 20, "cuda": 2 << 30}  # of logits held at once
+LOGIT_BYTES = {"cpu": 192 << 20, "cuda": 4 << 30}  # of logits held at once, where an eighth of the memory allows it
+TIED_ROWS = 64
+
+
+class Scores(NamedTuple):
+    """Of each row: the rank of its true token [rows] int64; the n largest log-probabilities [rows, n] float32,
+    descending; their tokens [rows, n] int32."""
+
+    ranks: Tensor
+    logprobs: Tensor
+    ids: Tensor
 
 
 class Scorer:
-    """A drafter's drafts against the target's head [vocabulary, hidden]: ranks, and the n largest log-probabilities.
+    """A drafter's drafts against the target's head [vocabulary, hidden].
 
-    The logits never exist for all rows at once; the memory for those that do is kept from call to call.
+    The logits never exist for all rows at once: each piece's are reduced while they are in one place, which is kept
+    from call to call. A GPU adds a 16-bit head's products up, and keeps the logits, in float32.
     """
 
     def __init__(self, drafter: DFlashDrafter, lm_head: Tensor, n: int) -> None:
         self.drafter, self.lm_head, self.n = drafter, lm_head, n
-        row_bytes = len(lm_head) * lm_head.element_size()
+        kind = lm_head.device.type
+        self.dtype = torch.float32 if kind == "cuda" else lm_head.dtype
         # A CPU's matmul packs the head anew at each call; a piece of it then stays in the cache (1.2x at 200 rows).
-        self.columns = 2048 if lm_head.device.type == "cpu" else len(lm_head)
-        self.rows = max(16, LOGIT_BYTES[lm_head.device.type] // row_bytes)
-        self.room = lm_head.new_empty(0)
+        self.columns = 2048 if kind == "cpu" else len(lm_head)
+        bytes_ = min(LOGIT_BYTES[kind], free_bytes(lm_head.device) // 8)
+        self.pieces = Pieces(max(16, bytes_ // (len(lm_head) * self.dtype.itemsize)), "rows of logits")
+        self.room = lm_head.new_empty(0, dtype=self.dtype)
 
-    def score(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Rank of each row's true token and the row's n largest log-probabilities.
+    def score(self, hidden: Tensor, tokens: Tensor) -> Scores:
+        """Rank of each row's true token, and the row's n most probable tokens.
 
-        hidden: [rows, hidden]; tokens: [rows] int64, -1 where no token is known. Returns ranks [rows] int64 and
-        log-probabilities [rows, n] float32, descending. The rank counts the tokens that the drafter finds more
-        probable (of equals, those of lower id, as argmax does); n stands for n or more. Raises UserError when the
-        logits are not finite.
+        hidden: [rows, hidden]; tokens: [rows] int64, -1 where no token is known. The rank counts the tokens that the
+        drafter finds more probable (of equals, those of lower id, as argmax does); n stands for n or more. Raises
+        UserError when the logits are not finite.
         """
         ranks = torch.empty(tokens.shape, dtype=torch.int64, device=hidden.device)
-        top_logprobs = torch.empty(len(hidden), self.n, device=hidden.device)
-        self._make_room(len(hidden))
-        for start in range(0, len(hidden), self.rows):
-            rows = slice(start, start + self.rows)
-            ranks[rows], top_logprobs[rows] = rank_rows(self._logits(hidden[rows]), tokens[rows], self.n)
-        return ranks, top_logprobs
+        logprobs = torch.empty(len(hidden), self.n, device=hidden.device)
+        ids = torch.empty(len(hidden), self.n, dtype=torch.int32, device=hidden.device)
 
-    def own_logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Log-probability of each row's token at a temperature: hidden [rows, hidden], tokens [rows] → [rows]."""
-        self._make_room(len(hidden))
-        parts = []
-        for start in range(0, len(hidden), self.rows):
-            rows = slice(start, start + self.rows)
-            logits = self._logits(hidden[rows]).div_(temperature)
-            parts.append(logits.gather(1, tokens[rows, None])[:, 0] - logits.logsumexp(1))
-        return torch.cat(parts)
+        def work(rows: slice) -> None:
+            ranks[rows], logprobs[rows], ids[rows] = rank_rows(self._logits(hidden[rows]), tokens[rows], self.n)
 
-    def _make_room(self, rows: int) -> None:
-        if min(self.rows, rows) > len(self.room):
-            self.room = self.lm_head.new_empty(min(self.rows, rows), len(self.lm_head))
+        self.pieces.run(len(hidden), work)
+        return Scores(ranks, logprobs, ids)
+
+    def own_logprobs(self, hidden: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
+        """Log-probability of each row's token as `sampling` draws: hidden [rows, hidden], tokens [rows] → [rows]."""
+        own = torch.empty(len(hidden), device=hidden.device)
+
+        def work(rows: slice) -> None:
+            own[rows] = sampling_logprobs(self._logits(hidden[rows]), tokens[rows], sampling)
+
+        self.pieces.run(len(hidden), work)
+        return own
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.room[: len(hidden)]
+        """[rows, hidden] → [rows, vocabulary] float32, good until the next call."""
+        rows = len(hidden)
+        if not rows <= len(self.room) <= self.pieces.size:
+            self.room = self.room.new_empty(0)  # before the new one: both may not fit
+            self.room = self.lm_head.new_empty(rows, len(self.lm_head), dtype=self.dtype)
+        logits = self.room[:rows]
         for part, head in zip(logits.split(self.columns, 1), self.lm_head.split(self.columns), strict=True):
-            torch.mm(hidden, head.t(), out=part)
+            if head.dtype == self.dtype:
+                torch.mm(hidden, head.t(), out=part)
+            else:
+                torch.mm(hidden, head.t(), out_dtype=self.dtype, out=part)
         return self.drafter.scale_logits(logits).float()
 
 
-def rank_rows(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """`Scorer.score` on logits [rows, vocabulary] float32, which it overwrites."""
-    top = logits.topk(n, dim=-1).values
-    if not torch.isfinite(top[:, 0]).all():
+def rank_rows(logits: Tensor, tokens: Tensor, n: int) -> Scores:
+    """`Scorer.score` on logits [rows, vocabulary] float32, which it may overwrite."""
+    if logits.is_cuda:
+        from dflash_eval.drafter.fused import group_maxima  # triton, which comes with torch for CUDA
+
+        maxima, log_sum = group_maxima(logits, group_size(logits.shape[1], n))
+        top, ids = largest(logits, n, maxima)
+    else:
+        (top, ids), log_sum = largest(logits, n), None
+    finite = torch.isfinite(top[:, 0]) if log_sum is None else torch.isfinite(log_sum)
+    if not finite.all():
         raise UserError(
             "the drafter's logits are not finite (NaN or infinity): broken weights, or features that overflow"
         )
@@ -73,9 +103,37 @@ def rank_rows(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor]:
     own = logits.gather(1, tokens.clamp_min(0)[:, None])
     ranks = (top > own).sum(1)
     tied = known & (((top == own).sum(1) > 1) | (top[:, -1:] == own).squeeze(1))
-    for row in tied.nonzero().squeeze(1).tolist():
-        before = (logits[row] > own[row]).sum() + (logits[row, : tokens[row]] == own[row]).sum()
-        ranks[row] = before.clamp_max(n)
-    largest = top[:, :1]
-    log_sum = logits.sub_(largest).exp_().sum(-1, keepdim=True).log() + largest
-    return ranks.masked_fill(~known, n), (top - log_sum).clamp_max_(0.0)
+    for rows in tied.nonzero().squeeze(1).split(TIED_ROWS):
+        ranks[rows] = _rank_among_equals(logits[rows], own[rows], tokens[rows]).clamp_max(n)
+    if log_sum is None:
+        log_sum = logits.sub_(top[:, :1]).exp_().sum(-1).log() + top[:, 0]
+    return Scores(ranks.masked_fill(~known, n), (top - log_sum[:, None]).clamp_max_(0.0), ids.int())
+
+
+def _rank_among_equals(logits: Tensor, own: Tensor, tokens: Tensor) -> Tensor:
+    lower = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
+    return ((logits > own) | ((logits == own) & lower)).sum(1)
+
+
+def group_size(vocabulary: int, n: int) -> int:
+    """Columns to a group for `largest`, which looks at vocabulary / group maxima and n * group candidates."""
+    return 1 << max(0, min(6, round(math.log2(vocabulary / n) / 2)))
+
+
+def largest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`logits.topk(n)` of [rows, vocabulary], in a fraction of the time where n is far below the vocabulary.
+
+    The n largest lie among the n groups of largest maximum. Of G = vocabulary // group_size groups each holds every
+    G-th column; what columns remain are always looked at. maxima: [rows, G], where they are known.
+    """
+    group = group_size(logits.shape[1], n)
+    groups = logits.shape[1] // group
+    if group == 1 or n > groups:
+        return torch.topk(logits, n)
+    whole = groups * group
+    grouped = logits[:, :whole].unflatten(1, (group, groups))
+    best = (grouped.amax(1) if maxima is None else maxima).topk(n, sorted=False).indices
+    candidates = grouped.gather(2, best[:, None].expand(-1, group, -1)).flatten(1)
+    top, place = torch.cat([candidates, logits[:, whole:]], dim=1).topk(n)
+    ids = place // n * groups + best.gather(1, place % n)
+    return top, torch.where(place < n * group, ids, place - n * group + whole)

@@ -1,0 +1,276 @@
+"""A drafter at work on a cache: the blocks that it drafts, and what of each every rule accepts.
+
+The rules are the chain, the tree of width K and the trees of each budget, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash_eval.acceptance.expected import acceptance_probabilities, expected_cycles
+from dflash_eval.acceptance.sampling import Sampling
+from dflash_eval.acceptance.tree import accepted_within, prefix_order, settled_within
+from dflash_eval.acceptance.walks import Accept, Walk, replay
+from dflash_eval.batches import plan_batches
+from dflash_eval.cache import Cache, Sample
+from dflash_eval.config import EvaluateConfig
+from dflash_eval.drafter.model import Context, DFlashDrafter, Group
+from dflash_eval.drafter.scoring import Scorer
+from dflash_eval.errors import UserError
+from dflash_eval.machine import Pieces, free_bytes
+
+CONTEXT_BYTES = {"cpu": 2 << 30, "cuda": 16 << 30}  # keys and values held at once; more samples wait for the next group
+BLOCKS_DRAFTED = {"cpu": 128, "cuda": 1024}  # at once, where a quarter of the memory allows it
+BLOCKS_JUDGED = {"cpu": 128, "cuda": 8192}  # their trees are one pass, which takes a GPU as long for 100 as for 5,000
+# Slots of a block that are scored before it is seen whether more of them matter. A GPU scores them all: looking costs
+# it more.
+STAGES: dict[str, tuple[int, ...]] = {"cpu": (5, 9), "cuda": ()}
+
+
+def walk_samples(
+    drafter: DFlashDrafter,
+    cache: Cache,
+    embedding: Tensor,
+    lm_head: Tensor,
+    config: EvaluateConfig,
+    advance: Callable[[int], None],
+) -> tuple[list[list[Walk]], NDArray[np.float64] | None]:
+    """Every sample's walks, [samples][rules], and its expected τ [samples] where the cache was sampled.
+
+    embedding [vocabulary, hidden] may be of another dtype than the drafter, which computes as lm_head is; `advance`
+    is told of each anchor drafted at. Raises UserError for features or logits that are not finite.
+    """
+    samples, shape, device = cache.samples, drafter.config, lm_head.device
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * lm_head.element_size()
+    budget = min(CONTEXT_BYTES[device.type], free_bytes(device) // 4) // token_bytes
+    walks: list[list[Walk]] = [[] for _ in samples]
+    sampling = cache.manifest.sampling()
+    expected = np.full(len(samples), np.nan) if sampling and cache.manifest.target_stats else None
+    # Expected τ takes a draft at every anchor, and then the walks have theirs.
+    everywhere = config.anchors == "all" or expected is not None or (config.anchors == "auto" and device.type == "cuda")
+    scorer = Scorer(drafter, lm_head, min(max(config.width, *config.budgets), len(lm_head)))
+    pieces = Pieces(_blocks_at_once(drafter, max(map(len, samples), default=0), lm_head), "blocks")
+    for indices in plan_batches([len(sample) for sample in samples], budget):
+        group = [samples[i] for i in indices]
+        context = _context(drafter, cache, group, lm_head)
+        max_new_tokens = cache.manifest.settings["completions"]["max_new_tokens"]
+        judge = Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, pieces, advance)
+        starts, ends = [len(sample.prompt_ids) for sample in group], [len(sample) for sample in group]
+        accept = judge.everywhere() if everywhere else judge.accepted
+        for index, own in zip(indices, replay(starts, ends, judge.rules, accept), strict=True):
+            walks[index] = own
+        if sampling and expected is not None:
+            expected[indices] = judge.expected_tau([cache.logprobs(sample.id) for sample in group], sampling)
+    return walks, expected
+
+
+def _blocks_at_once(drafter: DFlashDrafter, positions: int, like: Tensor) -> int:
+    """How many blocks' activations a quarter of the free memory holds, generously counted."""
+    shape = drafter.config
+    widest = 4 * shape.intermediate_size + 8 * shape.hidden_size + 8 * shape.num_heads * shape.head_dim
+    if like.device.type == "cpu":  # where attention's scores are held
+        widest += 5 * shape.num_heads * (positions + shape.block_size)
+    block_bytes = shape.block_size * widest * like.element_size()
+    return max(1, min(BLOCKS_DRAFTED[like.device.type], free_bytes(like.device) // 4 // block_bytes))
+
+
+@torch.inference_mode()
+def _context(drafter: DFlashDrafter, cache: Cache, group: Sequence[Sample], like: Tensor) -> Context:
+    """The group's keys and values, right-padded to its longest sample."""
+    shape = drafter.config
+    size = (len(group), shape.num_kv_heads, max(map(len, group)), shape.head_dim)
+    context = [(like.new_zeros(size), like.new_zeros(size)) for _ in range(shape.num_layers)]
+    for row, sample in enumerate(group):
+        features = cache.features(sample.id, shape.target_layer_ids).to(like.device, like.dtype)
+        _check_finite(features, cache, sample, shape.target_layer_ids)
+        for whole, own in zip(context, drafter.context(features[None]), strict=True):
+            for padded, states in zip(whole, own, strict=True):
+                padded[row, :, : len(sample)] = states[0]
+    return context
+
+
+def _check_finite(features: Tensor, cache: Cache, sample: Sample, layers: Sequence[int]) -> None:
+    finite = torch.isfinite(features)
+    if not finite.all():
+        position, column = (~finite).nonzero()[0].tolist()
+        layer = layers[column // (features.shape[1] // len(layers))]
+        raise UserError(
+            f"{cache.folder}: the cached states are not finite: sample {sample.id!r}, layer {layer}, position "
+            f"{position} (as {str(features.dtype).removeprefix('torch.')})\nextract again with --force (a float16 "
+            "target overflows where bfloat16 does not), or evaluate in a wider dtype"
+        )
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A drafter at work on a group of samples whose keys and values are at hand."""
+
+    drafter: DFlashDrafter
+    context: Context
+    group: Sequence[Sample]
+    max_new_tokens: int
+    embedding: Tensor
+    scorer: Scorer
+    config: EvaluateConfig
+    pieces: Pieces
+    advance: Callable[[int], None]
+
+    @property
+    def rules(self) -> int:
+        return 2 + len(self.config.budgets)
+
+    @property
+    def device(self) -> torch.device:
+        return self.scorer.lm_head.device
+
+    def accepted(
+        self, owners: NDArray[np.int64], anchors: NDArray[np.int64], needed: NDArray[np.bool_]
+    ) -> NDArray[np.int64]:
+        """Accepted drafts of one block at each (owner, anchor), sorted by owner: [blocks, rules].
+
+        needed: [blocks, rules], which of them are asked for; -1 stands where another was not found on the way.
+        """
+        step = BLOCKS_JUDGED[self.device.type]
+        parts = [np.empty((0, self.rules), dtype=np.int64)]
+        for start in range(0, len(anchors), step):
+            rows = slice(start, start + step)
+            parts.append(self._accepted(owners[rows], anchors[rows], needed[rows]))
+            self.advance(len(parts[-1]))
+        return np.concatenate(parts)
+
+    def everywhere(self) -> Accept:
+        """Draft at every anchor of the group now; what comes back answers as `accepted` does."""
+        owners, anchors, first = self.every_anchor()
+        starts = np.array([len(sample.prompt_ids) for sample in self.group])
+        table = self.accepted(owners, anchors, np.ones((len(anchors), self.rules), dtype=np.bool_))
+        return lambda owners, anchors, _: table[first[owners] + anchors - starts[owners]]
+
+    def every_anchor(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """All (owner, anchor) of the group by owner, and where each owner's begin [samples + 1]."""
+        spans = [np.arange(len(sample.prompt_ids), len(sample) - 1, dtype=np.int64) for sample in self.group]
+        counts = np.array([len(span) for span in spans], dtype=np.int64)
+        first = np.concatenate([[0], counts.cumsum()])
+        return np.repeat(np.arange(len(spans)), counts), np.concatenate(spans), first
+
+    @torch.inference_mode()
+    def expected_tau(self, logprobs: Sequence[NDArray[np.float64]], sampling: Sampling) -> list[float]:
+        """Expected τ of each sample under rejection sampling; NaN where there is no cycle.
+
+        logprobs: of each sample, its completion tokens' log-probabilities under the target.
+        """
+        owners, anchors, first = self.every_anchor()
+        accepted = np.zeros((len(anchors), self.drafter.config.block_size - 1))
+        step = BLOCKS_JUDGED[self.device.type]
+        for start in range(0, len(anchors), step):
+            rows = slice(start, start + step)
+            hidden, tokens, _ = self.draft(owners[rows], anchors[rows])
+            there = tokens >= 0
+            own = torch.full(tokens.shape, -torch.inf, device=tokens.device)
+            own[there] = self.scorer.own_logprobs(hidden[there], tokens[there], sampling)
+            target = np.zeros(tokens.shape)
+            for row, (owner, anchor) in enumerate(zip(owners[rows], anchors[rows], strict=True)):
+                following = logprobs[owner][anchor + 1 - len(self.group[owner].prompt_ids) :][: tokens.shape[1]]
+                target[row, : len(following)] = following
+            accepted[rows] = acceptance_probabilities(own.double().cpu().numpy(), target)
+        taus = []
+        for owner, sample in enumerate(self.group):
+            start, end = len(sample.prompt_ids), len(sample)
+            cycles = expected_cycles(accepted[first[owner] : first[owner + 1]], start, end)
+            taus.append((end - 1 - start) / cycles if cycles else np.nan)
+        return taus
+
+    @torch.inference_mode()
+    def _accepted(
+        self, owners: NDArray[np.int64], anchors: NDArray[np.int64], needed: NDArray[np.bool_]
+    ) -> NDArray[np.int64]:
+        return self._compare(*self.draft(owners, anchors), torch.from_numpy(needed).to(self.device)).cpu().numpy()
+
+    def draft(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
+        """One block at each (owner, anchor), slots 1, 2, ...: the drafter's output [blocks, depth, hidden], the
+        sequence's tokens [blocks, depth], -1 where it has ended, and how many slots were drafted [blocks]."""
+        size = self.drafter.config.block_size
+        ids = np.full((len(self.group), max(map(len, self.group)) + size), -1, dtype=np.int64)
+        for row, sample in enumerate(self.group):
+            ids[row, : len(sample)] = sample.input_ids
+        limits = np.array([len(sample.prompt_ids) + self.max_new_tokens for sample in self.group])
+        lengths = np.minimum(size, limits[owners] - anchors)
+        tokens = ids[owners[:, None], anchors[:, None] + np.arange(size)]
+        hidden = self.pieces.run(
+            len(anchors), lambda rows: self._draft(owners[rows], anchors[rows], tokens[rows, 0], lengths[rows])
+        )
+        slots, tokens = (torch.from_numpy(x).to(self.device) for x in (lengths - 1, tokens[:, 1:]))
+        return torch.cat(hidden), tokens, slots
+
+    def _draft(
+        self, owners: NDArray[np.int64], anchors: NDArray[np.int64], said: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> Tensor:
+        """[blocks, depth, hidden] of as many blocks as fit at once; said: [blocks], the anchors' tokens."""
+        shape = self.drafter.config
+        block = np.full((len(anchors), shape.block_size), shape.mask_token_id, dtype=np.int64)
+        block[:, 0] = said
+        embeds = F.embedding(torch.from_numpy(block).to(self.device), self.embedding).to(self.scorer.lm_head.dtype)
+        hidden = self.drafter.draft(
+            embeds * shape.input_embedding_scale,
+            torch.from_numpy(anchors).to(self.device),
+            self.context,
+            group_blocks(owners, anchors),
+            torch.from_numpy(lengths).to(self.device) if (lengths < shape.block_size).any() else None,
+        )
+        return hidden[:, 1:]
+
+    def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor, needed: Tensor) -> Tensor:
+        """Drafts at slots 1, 2, ... [blocks, depth, hidden] against the sequence's tokens [blocks, depth].
+
+        slots: [blocks], how many of them were drafted; needed: [blocks, rules]. Many blocks are decided by their first
+        slots; only the others go through the head whole.
+        """
+        (blocks, depth), n, budgets = tokens.shape, self.scorer.n, self.config.budgets
+        drafted = torch.arange(depth, device=tokens.device) < slots[:, None]
+        ranks = torch.full_like(tokens, n)
+        top_logprobs = torch.zeros(blocks, depth, n, device=tokens.device)
+        accepted = torch.empty(blocks, self.rules, dtype=torch.int64, device=tokens.device)
+        rows, begin = torch.arange(blocks, device=tokens.device), 0
+        for end in (*(stage for stage in STAGES[tokens.device.type] if stage < depth), depth):
+            todo = torch.zeros_like(drafted)
+            todo[rows, begin:end] = drafted[rows, begin:end]
+            ranks[todo], top_logprobs[todo], _ = self.scorer.score(hidden[todo], tokens[todo])
+            own, top, there = ranks[rows, :end], top_logprobs[rows, :end], slots[rows].clamp_max(end)
+            order = prefix_order(top, own, there, max(budgets))
+            flat = torch.stack([(own < k).int().cumprod(1).sum(1) for k in (1, self.config.width)], dim=1)
+            found = torch.cat([flat, accepted_within(order, budgets)], dim=1)
+            settled = torch.cat([flat < end, settled_within(order, top, own, budgets)], dim=1)
+            settled |= (slots[rows] <= end)[:, None]
+            accepted[rows] = found.masked_fill(~settled, -1)
+            rows, begin = rows[(needed[rows] & ~settled).any(1)], end
+            if not len(rows):
+                break
+        return accepted
+
+
+def group_blocks(owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> list[Group]:
+    """Runs of consecutive samples with equally many blocks; each attends to the context up to its last anchor."""
+    groups: list[Group] = []
+    present, starts, counts = np.unique(owners, return_index=True, return_counts=True)
+    for sample, start, count in zip(present.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        positions = int(anchors[start : start + count].max())
+        last = groups[-1] if groups else None
+        if (
+            last
+            and last.samples.stop == sample
+            and last.blocks.stop - last.blocks.start == count * (last.samples.stop - last.samples.start)
+        ):
+            groups[-1] = Group(
+                slice(last.samples.start, sample + 1),
+                slice(last.blocks.start, start + count),
+                max(last.positions, positions),
+            )
+        else:
+            groups.append(Group(slice(sample, sample + 1), slice(start, start + count), positions))
+    return groups

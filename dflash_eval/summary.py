@@ -1,0 +1,109 @@
+"""Walks → the numbers of results.json: τ and its interval under every rule, each candidate beside the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_eval.acceptance.statistics import (
+    bootstrap_interval,
+    bootstrap_ratio_interval,
+    minimum_detectable_difference,
+    prompt_means,
+    tau,
+    tau_micro,
+    wins_ties_losses,
+)
+from dflash_eval.acceptance.walks import Walk, position_acceptance
+from dflash_eval.cache import Sample
+from dflash_eval.config import DrafterSpec, EvaluateConfig
+from dflash_eval.drafter.checkpoint import FORMAT
+from dflash_eval.drafter.model import DrafterConfig
+
+
+def summarise(
+    spec: DrafterSpec,
+    drafter: DrafterConfig,
+    samples: Sequence[Sample],
+    walks: Sequence[Sequence[Walk]],
+    expected: NDArray[np.float64] | None,
+    config: EvaluateConfig,
+) -> dict[str, Any]:
+    """A drafter's entry in the results; walks: [samples][rules], expected: each sample's expected τ or None."""
+
+    def rule(index: int) -> dict[str, Any]:
+        means = prompt_means([sample[index].committed for sample in walks])
+        return {"tau": tau(means), "tau_ci95": bootstrap_interval(means, config.bootstrap, config.seed)}
+
+    chain = [sample[0].committed for sample in walks]
+    tokens, cycles = (np.array([measure(lengths) for lengths in chain], dtype=np.float64) for measure in (sum, len))
+    return {
+        "name": spec.name,
+        "reference": spec.reference,
+        "checkpoint": spec.checkpoint,
+        "format": FORMAT,
+        "block_size": drafter.block_size,
+        "target_layer_ids": list(drafter.target_layer_ids),
+        "mask_token_id": drafter.mask_token_id,
+        **rule(0),
+        "tau_micro": tau_micro(chain),
+        "tau_micro_ci95": bootstrap_ratio_interval(
+            tokens[cycles > 0], cycles[cycles > 0], config.bootstrap, config.seed
+        ),
+        "cycles": sum(map(len, chain)),
+        "ddtree_width": {"k": config.width, **rule(1)},
+        "ddtree_budget": [{"budget": n, **rule(2 + i)} for i, n in enumerate(config.budgets)],
+        "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.block_size - 1),
+        "expected_tau": None if expected is None else tau(expected),
+        "expected_tau_ci95": None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed),
+        "samples": [
+            {
+                "id": sample.id,
+                "acceptance_lengths": own[0].committed,
+                "ddtree_width": own[1].committed,
+                "ddtree_budget": {str(n): own[2 + i].committed for i, n in enumerate(config.budgets)},
+            }
+            for sample, own in zip(samples, walks, strict=True)
+        ],
+    }
+
+
+def compare(judged: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[dict[str, Any]]:
+    """Each candidate against the reference, in every metric, paired by prompt."""
+    reference = next((drafter for drafter in judged if drafter["reference"]), None)
+    if reference is None:
+        return []
+    theirs = _lengths(reference)
+    rows = []
+    for candidate in judged:
+        for metric, ours in _lengths(candidate).items() if candidate is not reference else ():
+            means = prompt_means(ours), prompt_means(theirs[metric])
+            value, aim = tau(means[0]), tau(means[1])
+            rows.append({
+                "candidate": candidate["name"],
+                "reference": reference["name"],
+                "metric": metric,
+                "candidate_value": value,
+                "reference_value": aim,
+                "difference": None if value is None or aim is None else value - aim,
+                "difference_ci95": bootstrap_interval(means[0] - means[1], config.bootstrap, config.seed),
+                "minimum_detectable_difference": minimum_detectable_difference(means[0] - means[1]),
+                "ratio": None if value is None or aim is None else value / aim,
+                "ratio_ci95": bootstrap_ratio_interval(*means, config.bootstrap, config.seed),
+                "prompts": dict(zip(("above", "level", "below"), wins_ties_losses(means[0] - means[1]), strict=True)),
+            })  # fmt: skip
+    return rows
+
+
+def _lengths(drafter: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """metric → each sample's acceptance lengths."""
+    samples = drafter["samples"]
+    budgets = [str(entry["budget"]) for entry in drafter["ddtree_budget"]]
+    return {
+        "tau": [sample["acceptance_lengths"] for sample in samples],
+        "ddtree_width": [sample["ddtree_width"] for sample in samples],
+        **{f"ddtree_budget_{n}": [sample["ddtree_budget"][n] for sample in samples] for n in budgets},
+    }
