@@ -20,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+bench_app = typer.Typer(help="Repeatable measurements: how fast, and how far from what the machine can do.")
+app.add_typer(bench_app, name="bench", no_args_is_help=True)
 ConfigPath = Annotated[Path, typer.Option("--config", "-c", help="YAML config, e.g. configs/demo.yaml")]
 Overrides = Annotated[
     list[str] | None,
@@ -53,6 +55,33 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     if results["failed"]:
         names = ", ".join(drafter["name"] for drafter in results["failed"])
         raise RunError(f"{len(results['failed'])} of {len(settings.drafters)} drafters failed: {names} (see above)")
+
+
+@bench_app.command("evaluate")
+def bench_evaluate(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose cache exists")] = None,
+    shape: Annotated[str | None, typer.Option(help="instead of a config: qwen3.6-27b or tiny, random numbers")] = None,
+    set_: Overrides = None,
+    device: Annotated[str, typer.Option(help="of --shape: auto, cpu, cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="of --shape")] = "bfloat16",
+    samples: Annotated[int, typer.Option(min=1, help="of --shape")] = 10,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="of --shape")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="of --shape: completion tokens a sample")] = 512,
+    against: Annotated[bool, typer.Option("--against", help="also time the public class, its loop and a heap")] = False,
+) -> None:
+    """Time drafting, trees and the whole evaluation of a config's first drafter, or of a random one."""
+    if (config is None) == (shape is None):
+        raise UserError("give either --config or --shape")
+    if config is not None:
+        settings = load_config(config, set_ or [])
+        from dflash_eval.bench.evaluate import bench_evaluate as run
+
+        run(settings, typer.echo, against)
+        return
+    from dflash_eval.bench.evaluate import bench_shape
+
+    assert shape is not None
+    bench_shape(shape, samples, prompt_tokens, tokens, {"device": device, "dtype": dtype}, typer.echo)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ The rules are the chain, the tree of width K and the trees of each budget, in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,28 +47,41 @@ def walk_samples(
     embedding [vocabulary, hidden] may be of another dtype than the drafter, which computes as lm_head is; `advance`
     is told of each anchor drafted at. Raises UserError for features or logits that are not finite.
     """
-    samples, shape, device = cache.samples, drafter.config, lm_head.device
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * lm_head.element_size()
-    budget = min(CONTEXT_BYTES[device.type], free_bytes(device) // 4) // token_bytes
+    samples, device = cache.samples, lm_head.device
     walks: list[list[Walk]] = [[] for _ in samples]
     sampling = cache.manifest.sampling()
     expected = np.full(len(samples), np.nan) if sampling and cache.manifest.target_stats else None
     # Expected τ takes a draft at every anchor, and then the walks have theirs.
     everywhere = config.anchors == "all" or expected is not None or (config.anchors == "auto" and device.type == "cuda")
     scorer = Scorer(drafter, lm_head, min(max(config.width, *config.budgets), len(lm_head)))
-    pieces = Pieces(_blocks_at_once(drafter, max(map(len, samples), default=0), lm_head), "blocks")
-    for indices in plan_batches([len(sample) for sample in samples], budget):
-        group = [samples[i] for i in indices]
-        context = _context(drafter, cache, group, lm_head)
-        max_new_tokens = cache.manifest.settings["completions"]["max_new_tokens"]
-        judge = Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, pieces, advance)
-        starts, ends = [len(sample.prompt_ids) for sample in group], [len(sample) for sample in group]
+    for indices, judge in judges(drafter, cache, embedding, scorer, config, advance):
+        starts, ends = [len(sample.prompt_ids) for sample in judge.group], [len(sample) for sample in judge.group]
         accept = judge.everywhere() if everywhere else judge.accepted
         for index, own in zip(indices, replay(starts, ends, judge.rules, accept), strict=True):
             walks[index] = own
         if sampling and expected is not None:
-            expected[indices] = judge.expected_tau([cache.logprobs(sample.id) for sample in group], sampling)
+            expected[indices] = judge.expected_tau([cache.logprobs(sample.id) for sample in judge.group], sampling)
     return walks, expected
+
+
+def judges(
+    drafter: DFlashDrafter,
+    cache: Cache,
+    embedding: Tensor,
+    scorer: Scorer,
+    config: EvaluateConfig,
+    advance: Callable[[int], None],
+) -> Iterator[tuple[list[int], Judge]]:
+    """The cache's samples in groups whose keys and values fit in memory: their indices, and a judge of them."""
+    samples, shape, lm_head = cache.samples, drafter.config, scorer.lm_head
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * lm_head.element_size()
+    budget = min(CONTEXT_BYTES[lm_head.device.type], free_bytes(lm_head.device) // 4) // token_bytes
+    pieces = Pieces(_blocks_at_once(drafter, max(map(len, samples), default=0), lm_head), "blocks")
+    max_new_tokens = cache.manifest.settings["completions"]["max_new_tokens"]
+    for indices in plan_batches([len(sample) for sample in samples], budget):
+        group = [samples[i] for i in indices]
+        context = _context(drafter, cache, group, lm_head)
+        yield indices, Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, pieces, advance)
 
 
 def _blocks_at_once(drafter: DFlashDrafter, positions: int, like: Tensor) -> int:

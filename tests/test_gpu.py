@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import write_config
+from conftest import drafter_json, write_config
 
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
+from dflash_eval.drafter.model import BlockAttention, Blocks, DFlashDrafter, DrafterConfig, Group
+from dflash_eval.drafter.scoring import Scorer, rank_rows
+from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
 from dflash_eval.extract import extract
 
@@ -67,3 +70,66 @@ def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
         for layer in (0, 2):
             ours, theirs = cache.features(sample.id, [layer]).float(), states[layer + 1][0].float().cpu()
             assert torch.cosine_similarity(ours, theirs, dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (9, True), (9, False), (70, True)])
+@pytest.mark.parametrize("shape", [(6, 4, 2, 16), (16, 9, 3, 64), (16, 32, 8, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_attention_equals_plain_products(shape, window, causal, dtype):
+    slots, heads, kv_heads, head_dim = shape
+    config = DrafterConfig.from_dict(
+        drafter_json(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    )
+    layer = BlockAttention(config, window, causal)
+    samples, positions, each = 3, 150, 40
+    torch.manual_seed(0)
+    context = tuple(torch.randn(samples, kv_heads, positions, head_dim, device="cuda").to(dtype) for _ in range(2))
+    query = (torch.randn(samples * each, slots, heads, head_dim, device="cuda") * head_dim**-0.5).to(dtype)
+    key, value = (torch.randn(samples * each, slots, kv_heads, head_dim, device="cuda").to(dtype) for _ in range(2))
+    anchors = torch.randint(1, positions, (samples * each,), device="cuda")
+    lengths = torch.randint(1, slots + 1, (samples * each,), device="cuda")
+    group = Group(slice(0, samples), slice(0, samples * each), positions)
+    where = anchors[:, None] + torch.arange(slots, device="cuda")
+    blocks = Blocks(where, where, where, lengths, [group], group.owners.cuda())
+    fused = layer._attend_fused(query, key, value, blocks, context)
+    exact = layer._attend(*(x.double() for x in (query, key, value)), blocks, group, tuple(x.double() for x in context))
+    assert (fused - exact).norm() / exact.norm() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("vocabulary", [5000, 49152, 248320, 49153])
+def test_scores_on_the_gpu_equal_a_full_sort(vocabulary):
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(37, vocabulary, device="cuda")
+    tokens = torch.randint(0, vocabulary, (37,), device="cuda")
+    tokens[:20] = logits[:20].topk(20).indices.diagonal()
+    logits[5, tokens[5] - 1] = logits[5, tokens[5]]  # a tie that the lower id wins
+    ranks, top, ids = rank_rows(logits.clone(), tokens, 1024)
+    order = logits.sort(dim=1, descending=True, stable=True)
+    places = (order.indices == tokens[:, None]).int().argmax(1)
+    assert torch.equal(ranks, places.clamp_max(1024))
+    torch.testing.assert_close(top, logits.double().log_softmax(-1).topk(1024).values.float())
+    assert torch.equal(logits.gather(1, ids.long()), order.values[:, :1024])
+    with pytest.raises(UserError, match="not finite"):
+        rank_rows(logits.index_fill(1, torch.tensor([77], device="cuda"), torch.nan), tokens, 1024)
+
+
+def test_a_16_bit_head_gives_the_ranks_of_its_products_in_float32():
+    """bfloat16 logits would tie by the dozen."""
+    torch.manual_seed(0)
+    drafter = DFlashDrafter(DrafterConfig.from_dict(drafter_json()))
+    hidden, head = torch.randn(300, 512).bfloat16().cuda(), torch.randn(30000, 512).bfloat16().cuda()
+    tokens = (hidden.float() @ head.float().T).topk(50).indices[:, 49]
+    ranks = Scorer(drafter, head, 100).score(hidden, tokens).ranks
+    assert ((ranks - 49).abs() <= 1).all()
+    assert (ranks == 49).float().mean() > 0.95
+
+
+def test_expected_tau_on_the_gpu_is_that_of_the_cpu(tiny, tmp_path):
+    said = {"temperature": 0.8, "max_new_tokens": 20, "top_p": 0.9}
+    path = write_config(tmp_path, tiny.target, [("trained", tiny.drafter)], completions=said)
+    config = load_config(path)
+    extract(config, say=lambda _: None)
+    on_cpu = evaluate(config)["drafters"][0]
+    on_gpu = evaluate(load_config(path, ["evaluate.device=cuda"]))["drafters"][0]
+    assert on_gpu["samples"] == on_cpu["samples"]
+    assert on_gpu["expected_tau"] == pytest.approx(on_cpu["expected_tau"], rel=1e-4)

@@ -1,0 +1,64 @@
+"""The benchmarks run, count what they say they count, and their baselines agree with the evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dflash_eval.bench.baselines import accepted_by_heap
+from dflash_eval.bench.ceiling import matmul_ceiling
+from dflash_eval.bench.evaluate import bench_evaluate, bench_shape
+from dflash_eval.bench.matmuls import Matmuls
+from dflash_eval.errors import UserError
+
+
+def test_products_are_counted_however_they_are_called():
+    a, b, c = torch.randn(5, 7), torch.randn(7, 3), torch.randn(2, 5, 7)
+    with torch.inference_mode(), Matmuls() as counted:
+        torch.mm(a, b)
+        torch.mm(a, b, out=torch.empty(5, 3))
+        F.linear(a, b.t())
+        c @ c.transpose(1, 2)
+        torch.addmm(torch.zeros(3), a, b)
+        a + a
+    assert counted.flops == 4 * 2 * 5 * 7 * 3 + 2 * 2 * 5 * 5 * 7
+    assert sum(counted.products.values()) == 5
+    assert counted.seconds_alone(torch.device("cpu")) > 0
+
+
+def test_the_ceiling_is_a_rate_that_a_small_product_does_not_exceed_a_hundredfold():
+    assert 1e8 < matmul_ceiling(torch.device("cpu"), torch.float32, size=256, seconds=0.01) < 1e14
+
+
+def test_a_tree_of_the_heap_accepts_what_can_be_counted_by_hand():
+    logprobs = torch.tensor([[0.6, 0.4], [0.9, 0.1]]).log().tolist()
+    # Weights: 0 .6, 00 .54, 1 .4, 10 .36, 01 .06, 11 .04
+    assert [accepted_by_heap(logprobs, [1, 0], n) for n in (1, 2, 3, 4)] == [0, 0, 1, 2]
+    assert [accepted_by_heap(logprobs, [0, 1], n) for n in (1, 4, 5)] == [1, 1, 2]
+    assert accepted_by_heap([], [], 4) == 0
+
+
+def test_a_random_shape_is_evaluated_whole_with_every_figure():
+    lines: list[str] = []
+    settings = {"device": "cpu", "dtype": "float32", "budgets": [4, 64]}
+    figures = bench_shape("tiny", 2, 9, 12, settings, lines.append)
+    assert figures["drafting"]["anchors"] == 2 * 11
+    # 15 drafted slots of 22 blocks go through the head, all 16 through two layers.
+    assert figures["drafting"]["flops"] > 2 * 22 * 15 * 64 * 5000 + 2 * 22 * 16 * 2 * 3 * 64 * 128
+    assert "of the ceiling" in lines[1]
+    assert any(line.startswith("DDTree at 2 budgets to 64 for 22 anchors") for line in lines)
+
+
+def test_the_baselines_walk_as_the_evaluation_does(tiny):
+    pytest.importorskip("dflash.model", reason="the public dflash package is not installed (make setup)")
+    lines: list[str] = []
+    figures = bench_evaluate(tiny.config, lines.append, against=True)["against"]  # raises where they differ
+    assert figures["online_agrees"] == 1.0
+    assert figures["block_by_block_seconds"] > figures["walks_seconds"] > 0
+    assert figures["matmul_seconds"] > 0
+
+
+def test_an_unknown_shape_is_told_with_those_there_are():
+    with pytest.raises(UserError, match=r"--shape huge: not one of qwen3\.6-27b, tiny"):
+        bench_shape("huge", 1, 4, 4, {"device": "cpu"}, print)
