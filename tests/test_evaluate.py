@@ -30,6 +30,7 @@ from dflash_eval import evaluate as evaluation
 from dflash_eval import judge
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
+from dflash_eval.drafter.checkpoint import load_drafter, read_config
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.errors import RunError, UserError
 from dflash_eval.evaluate import evaluate
@@ -640,6 +641,71 @@ def test_expected_tau_of_a_sampled_cache_equals_a_slow_recursion_over_both_model
     assert max(taus) > 1.2
     assert result["expected_tau"] == pytest.approx(np.mean(taus), rel=1e-4)
     assert "Expected τ under rejection sampling at temperature 0.8" in (config.results_dir / "report.md").read_text()
+
+
+@torch.inference_mode()
+def cycles_of_rejection_sampling(target, drafter, prompt_ids: list[int], limit: int, stop_ids, warp) -> int:
+    """One answer decoded as a serving engine does at a temperature above 0; how many cycles it took."""
+    embed, head = target.get_input_embeddings().weight, target.get_output_embeddings()
+
+    def draw(weights: torch.Tensor) -> int:
+        return int(torch.multinomial(weights, 1))
+
+    ids = list(prompt_ids)
+    ids.append(draw(warp(target(torch.tensor([ids])).logits[0, -1:]).softmax(-1)[0]))
+    end, cycles = len(prompt_ids) + limit, 0
+    while len(ids) < end and ids[-1] not in stop_ids:
+        start, cycles = len(ids) - 1, cycles + 1
+        slots = min(drafter.block_size, end - start)
+        states = target(torch.tensor([ids[:start]]), output_hidden_states=True).hidden_states
+        block = torch.tensor([[ids[start]] + [drafter.mask_token_id] * (slots - 1)])
+        hidden = drafter(
+            position_ids=torch.arange(start + slots)[None],
+            noise_embedding=F.embedding(block, embed),
+            target_hidden=torch.cat([states[layer + 1] for layer in drafter.target_layer_ids], -1),
+        )
+        q = warp(head(hidden)[0]).softmax(-1)
+        drafts = [draw(q[slot]) for slot in range(1, slots)]
+        p = warp(target(torch.tensor([ids + drafts])).logits[0, start:]).softmax(-1)
+        for slot, token in enumerate([*drafts, None]):
+            if token is not None and torch.rand(()) < p[slot, token] / q[slot + 1, token]:
+                ids.append(token)
+            else:
+                ids.append(draw(p[slot] if token is None else (p[slot] - q[slot + 1]).clamp_min(0)))
+                break
+            if len(ids) == end or ids[-1] in stop_ids:
+                break
+    return cycles
+
+
+def test_expected_cycles_are_those_of_rejection_sampling_run_on_the_target(tiny, tmp_path):
+    import oracles
+
+    answers, limit, prompt = 250, 9, PROMPTS[1]
+    rows = [json.dumps({"id": f"p{i}", "prompt": prompt}) + "\n" for i in range(answers)]
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    sections = {"completions": {"temperature": 0.7, "top_p": 0.95, "max_new_tokens": limit, "seed": 5}}
+    config = load_config(write_config(tmp_path, tiny.target, [("trained", tiny.drafter)], **sections))
+    extract(config, say=lambda _: None)
+    cache = Cache(config.cache_dir)
+    embedding, head = cache.head()
+    spec = config.drafters[0]
+    ours = load_drafter(spec, read_config(spec), torch.device("cpu"), torch.float32)
+    _, taus = judge.walk_samples(ours, cache, embedding, head, config.evaluate, lambda _: None)
+    tokens = np.array([len(sample.completion_ids) - 1 for sample in cache.samples])
+    expected = np.where(tokens > 0, tokens / taus, 0.0)
+
+    target, drafter = oracles.load_target(tiny.target), oracles.load_public_drafter(tiny.drafter)
+    stop_ids = set(target.generation_config.eos_token_id)
+    warp = functools.partial(LogitsProcessorList([TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.95)]), None)
+    torch.manual_seed(11)
+    prompt_ids = cache.samples[0].prompt_ids
+    drawn = np.array([
+        cycles_of_rejection_sampling(target, drafter, prompt_ids, limit, stop_ids, warp) for _ in range(answers)
+    ])  # fmt: skip
+    error = math.hypot(expected.std() / math.sqrt(answers), drawn.std() / math.sqrt(answers))
+    assert abs(expected.mean() - drawn.mean()) < 3.5 * error
+    assert expected.mean() < tokens.mean() - 8 * error, "drafts that are never accepted would prove nothing"
 
 
 def test_a_greedy_cache_has_no_expected_tau(results):
