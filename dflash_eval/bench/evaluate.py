@@ -19,7 +19,7 @@ from dflash_eval.bench.ceiling import matmul_ceiling, synchronize
 from dflash_eval.bench.matmuls import Matmuls
 from dflash_eval.bench.synthetic import SHAPES, synthetic
 from dflash_eval.cache import DTYPES, Cache
-from dflash_eval.config import Config
+from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import load_drafter, read_config
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.drafter.scoring import Scorer
@@ -37,7 +37,8 @@ HEAP_ANCHORS = 200  # whose trees are grown from a heap; the time for all follow
 
 
 def bench_evaluate(config: Config, say: Say, against: bool = False) -> dict[str, Any]:
-    """Time the config's first drafter on its cache; `say` gets a line a figure, which the result holds too.
+    """Time drafting and trees of the config's first drafter, and the whole evaluation of all; `say` gets a line a
+    figure, which the result holds too.
 
     against: also run the baselines, which take minutes: the public package's model class block by block, its online
     loop (which loads the target), and a heap for each tree. Their numbers must agree.
@@ -55,13 +56,15 @@ def bench_evaluate(config: Config, say: Say, against: bool = False) -> dict[str,
     figures["trees"] = _trees(figures["drafting"].pop("scores"), config, say, against)
     del drafter, embedding, lm_head
     _clear(device)
-    alone = config.model_copy(update={"drafters": config.drafters[:1]})
-    seconds, results = _timed(device, lambda: evaluate(alone))
+    with tempfile.TemporaryDirectory(prefix="dflash-eval-") as folder:  # not over the results of a real run
+        elsewhere = config.model_copy(update={"results_dir": Path(folder)})
+        seconds, results = _timed(device, lambda: evaluate(elsewhere))
     figures["evaluate"] = {"seconds": seconds, "peak_bytes": _peak(device)}
-    say(f"evaluate, {len(config.evaluate.budgets)} budgets, from the files to the report: {seconds:.2f} s")
+    drafters = "1 drafter" if len(config.drafters) == 1 else f"{len(config.drafters)} drafters"
+    say(f"evaluate, {drafters}, {len(config.evaluate.budgets)} budgets, from the files to the report: {seconds:.2f} s")
     say(f"peak memory: {_peak(device) / 2**30:.1f} GiB {'of the GPU' if device.type == 'cuda' else 'resident'}")
     if against:
-        figures["against"] = _against(config, results["drafters"][0], device, dtype, say)
+        figures["against"] = _against(config, results["drafters"], seconds, device, dtype, say)
     return figures
 
 
@@ -143,53 +146,65 @@ def _trees(scores: tuple[torch.Tensor, ...], config: Config, say: Say, against: 
 
 
 def _against(
-    config: Config, ours: dict[str, Any], device: torch.device, dtype: torch.dtype, say: Say
+    config: Config, ours: list[dict[str, Any]], seconds: float, device: torch.device, dtype: torch.dtype, say: Say
 ) -> dict[str, Any]:
-    """The baselines, each beside the same walks from here, timed in the same process; all must agree."""
-    cache, spec = Cache(config.cache_dir), config.drafters[0]
-    shape, folder = read_config(spec), str(resolve(spec.checkpoint))
+    """The baselines beside `evaluate`, which gave `ours` in `seconds` in this process; they must agree with it."""
+    cache, first = Cache(config.cache_dir), config.drafters[0]
     embedding, head = (tensor.to(device, dtype) for tensor in cache.head())
-    drafter = load_drafter(spec, shape, device, dtype)
-    try:
-        public = baselines.public_drafter(folder, device)
-    except ImportError:
-        raise UserError("the baselines need the public package: pip install --no-deps dflash==0.1.0") from None
+    figures: dict[str, float] = {}
+    drafter = load_drafter(first, read_config(first), device, dtype)
 
-    def walk() -> list[list[list[int]]]:
-        walks, _ = walk_samples(drafter, cache, embedding, head, config.evaluate, lambda _: None)
-        return [[walk.committed for walk in own] for own in walks]
+    def walk() -> None:
+        walk_samples(drafter, cache, embedding, head, config.evaluate, lambda _: None)
 
     walk()
-    seconds, fast = _timed(device, walk)
-    figures = {"walks_seconds": seconds}
-    say(f"the walks of all {2 + len(config.evaluate.budgets)} rules, files read: {seconds:.2f} s")
+    figures["walks_seconds"], _ = _timed(device, walk)
+    say(f"{first.name}'s walks alone, of all rules: {figures['walks_seconds']:.2f} s")
     if device.type == "cpu":
         with Matmuls() as counted:
             walk()
         alone = figures["matmul_seconds"] = counted.seconds_alone(device)
-        say(f"  their matrix products alone: {alone:.2f} s; the walks take {seconds / alone:.2f}x that")
+        say(
+            f"  their matrix products alone: {alone:.2f} s; the walks take {figures['walks_seconds'] / alone:.2f}x that"
+        )
 
-    slow_seconds, (slow, blocks) = _timed(
-        device, lambda: baselines.block_by_block(public, shape, cache, embedding, head, config.evaluate)
+    blocks = slow = 0.0
+    for spec, entry in zip(config.drafters, ours, strict=True):
+        public, shape = _public_drafter(spec, device), read_config(spec)
+        more, (walks, drafted) = _timed(
+            device,
+            lambda: baselines.block_by_block(public, shape, cache, embedding, head, config.evaluate),  # noqa: B023
+        )
+        slow, blocks = slow + more, blocks + drafted
+        for sample, own in zip(entry["samples"], walks, strict=True):
+            lists = [sample["acceptance_lengths"], sample["ddtree_width"], *sample["ddtree_budget"].values()]
+            assert lists == [walk.committed for walk in own], f"{spec.name}, {sample['id']}: block by block differs"
+    figures["block_by_block_seconds"] = slow
+    say(
+        f"the public class block by block, {blocks:,.0f} blocks: {slow:.1f} s; evaluate is {slow / seconds:.1f}x as fast"
     )
-    assert [[walk.committed for walk in own] for own in slow] == fast, "block by block the walks differ"
-    figures["block_by_block_seconds"] = slow_seconds
-    say(f"  the public class block by block, {blocks:,} blocks: {slow_seconds:.1f} s, {slow_seconds / seconds:.1f}x")
 
     target = config.target.model_copy(update={"device": str(device)})
     files = TargetFiles.find(target)
     loaded = load_target(files, target)
     stop_ids = stop_token_ids(load_tokenizer(files, target), loaded.model.generation_config)
-    public.to(loaded.model.dtype)
-    online_seconds, lengths = _timed(device, lambda: baselines.online(loaded.model, public, cache, stop_ids))
-    figures["online_seconds"] = online_seconds
-    chains = [sample["acceptance_lengths"] for sample in ours["samples"]]
+    public = _public_drafter(first, device).to(loaded.model.dtype)
+    online, lengths = _timed(device, lambda: baselines.online(loaded.model, public, cache, stop_ids))
+    chains = [sample["acceptance_lengths"] for sample in ours[0]["samples"]]
+    figures["online_seconds"] = online
     figures["online_agrees"] = sum(a == b for a, b in zip(lengths, chains, strict=True)) / len(chains)
     say(
-        f"  the public online loop, for τ alone: {online_seconds:.1f} s, {online_seconds / seconds:.0f}x; "
-        f"the same acceptance lengths on {figures['online_agrees']:.0%} of the prompts"
+        f"{first.name} in the public online loop, for τ alone: {online:.1f} s, {online / figures['walks_seconds']:.0f}x "
+        f"the walks of all rules; the same acceptance lengths on {figures['online_agrees']:.0%} of the prompts"
     )
     return figures
+
+
+def _public_drafter(spec: DrafterSpec, device: torch.device) -> Any:
+    try:
+        return baselines.public_drafter(str(resolve(spec.checkpoint)), device)
+    except ImportError:
+        raise UserError("the baselines need the public package: pip install --no-deps dflash==0.1.0") from None
 
 
 def _timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
