@@ -190,10 +190,10 @@ def _against(
     online, lengths = _timed(device, lambda: baselines.online(loaded.model, public, cache, stop_ids))
     chains = [sample["acceptance_lengths"] for sample in ours[0]["samples"]]
     figures["online_seconds"] = online
-    figures["online_agrees"] = sum(a == b for a, b in zip(lengths, chains, strict=True)) / len(chains)
+    agrees = figures["online_agrees"] = sum(a == b for a, b in zip(lengths, chains, strict=True)) / len(chains)
     say(
         f"{first.name} in the public online loop, for τ alone: {online:.1f} s, "
-        f"{online / figures['walks_seconds']:.0f}x the walks of all rules; the same acceptance lengths on {figures['online_agrees']:.0%} of the prompts"
+        f"{online / figures['walks_seconds']:.0f}x the walks of all rules; {agrees:.0%} of the prompts agree"
     )
     return figures
 
