@@ -1,19 +1,20 @@
 """The cache of phase 1: manifest.json, completions.jsonl, states-*.h5, head.safetensors.
 
 The only file that knows the HDF5 layout. A shard is written aside and renamed when whole, so a file under its own
-name is complete; bfloat16 is stored bit for bit as uint16 with the attribute `dtype`.
+name is complete; bfloat16 is stored bit for bit as uint16 with the attribute `dtype`, float8 as uint8 beside a scale.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
-import fcntl
 import hashlib
 import json
+import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ SCHEMA_VERSION = 1
 AGAIN = "extract again with --force (the completions are kept)"
 SHARD_NAME = re.compile(r"states-\d{5}\.h5")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-STORED = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
+STORED = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32, "float8": np.uint8}
+FLOAT8_MAX = 448.0  # the largest e4m3 number
 
 
 @dataclass(frozen=True)
@@ -97,21 +99,6 @@ class Manifest:
 
 
 # Writing
-
-
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Hold the cache for writing; the kernel lets go of it when the process ends, however it ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); cache_dir names it") from None
-    with open(folder / ".lock", "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{folder}: another extraction is writing this cache; wait for it or stop it") from None
-        yield
 
 
 @contextmanager
@@ -179,54 +166,77 @@ def delete_states(folder: Path) -> None:
 
 
 class ShardWriter:
-    """Writes one shard aside; `close` makes it durable and gives it its name."""
+    """Writes one shard aside; `close` makes it durable and gives it its name.
+
+    The datasets are contiguous and their space is set aside at once: rows go past HDF5 straight to their place in the
+    file, a whole batch in one call that lets other threads run.
+    """
 
     def __init__(
         self, path: Path, samples: Sequence[Sample], layers: Sequence[int], hidden: int, dtype: str, stats: bool
     ) -> None:
+        """dtype: of the states as stored, a key of STORED."""
         self.path = path
         self.aside = path.with_name(f".{path.name}.tmp")
         self.samples = samples
-        self.dtype = dtype
         self.offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
-        tokens = int(self.offsets[-1])
-        self.file = h5py.File(self.aside, "w", libver="latest")
-        ids = np.array([i for sample in samples for i in sample.input_ids], dtype=np.int32)
-        self.file["sample_ids"] = np.array([sample.id for sample in samples], dtype=h5py.string_dtype())
-        self.file["offsets"] = self.offsets
-        self.file["prompt_lengths"] = np.array([len(sample.prompt_ids) for sample in samples], dtype=np.int64)
-        self.file["input_ids"] = ids
-        self.hidden = {
-            layer: self.file.create_dataset(f"hidden/{layer}", (tokens, hidden), STORED[dtype]) for layer in layers
-        }
-        for dataset in self.hidden.values():
-            dataset.attrs["dtype"] = dtype
-        if stats:
-            self.argmax = self.file.create_dataset("argmax", (tokens,), np.int32, fillvalue=-1)
-            self.logprob = self.file.create_dataset("logprob", (tokens,), np.float32, fillvalue=np.nan)
+        self._places: dict[str, int] = {}  # dataset → where its bytes begin
+        with h5py.File(self.aside, "w", libver="latest") as file:
+            file["sample_ids"] = np.array([sample.id for sample in samples], dtype=h5py.string_dtype())
+            file["offsets"] = self.offsets
+            file["prompt_lengths"] = np.array([len(sample.prompt_ids) for sample in samples], dtype=np.int64)
+            file["input_ids"] = np.array([i for sample in samples for i in sample.input_ids], dtype=np.int32)
+            for layer in layers:
+                self._set_aside(file, f"hidden/{layer}", hidden, STORED[dtype]).attrs["dtype"] = dtype
+                if dtype == "float8":
+                    self._set_aside(file, f"scale/{layer}", None, np.float32)
+            if stats:
+                self._set_aside(file, "argmax", None, np.int32, fillvalue=-1)
+                self._set_aside(file, "logprob", None, np.float32, fillvalue=np.nan)
+        self._file = os.open(self.aside, os.O_WRONLY)
+
+    def _set_aside(self, file: h5py.File, name: str, width: int | None, kind: Any, fillvalue: Any = None) -> h5py.Dataset:
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        if fillvalue is None:
+            plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        shape = (int(self.offsets[-1]),) if width is None else (int(self.offsets[-1]), width)
+        dataset = file.create_dataset(name, shape, kind, fillvalue=fillvalue, dcpl=plan)
+        self._places[name] = dataset.id.get_offset()
+        return dataset
+
+    def write(self, first: int, columns: Mapping[str, Tensor]) -> None:
+        """columns: dataset → its rows from token `first` of the shard on, contiguous, on the CPU, as stored."""
+        for name, rows in columns.items():
+            if not len(rows):
+                continue
+            data = memoryview(to_stored(rows)).cast("B")
+            place = self._places[name] + first * (len(data) // len(rows))
+            while data:
+                written = os.pwrite(self._file, data, place)
+                data, place = data[written:], place + written
 
     def write_hidden(self, index: int, layer: int, states: Tensor) -> None:
         """states: [len(sample), hidden] of sample `index` of the shard, in the shard's dtype, on the CPU."""
-        start, end = self.offsets[index : index + 2]
-        self.hidden[layer][start:end] = to_stored(states)
+        self.write(int(self.offsets[index]), {f"hidden/{layer}": states})
 
     def write_stats(self, index: int, argmax: NDArray[np.int32], logprob: NDArray[np.float32]) -> None:
         """Both [completion tokens]: of the token after each position from the prompt's last one on."""
-        start = self.offsets[index] + len(self.samples[index].prompt_ids) - 1
-        self.argmax[start : start + len(argmax)] = argmax
-        self.logprob[start : start + len(logprob)] = logprob
+        if len(argmax):
+            start = int(self.offsets[index]) + len(self.samples[index].prompt_ids) - 1
+            self.write(start, {"argmax": torch.from_numpy(argmax), "logprob": torch.from_numpy(logprob)})
 
     def close(self) -> Shard:
-        self.file.close()
         digest = sha256(self.aside)
-        with open(self.aside, "rb") as handle:
-            os.fsync(handle.fileno())
+        os.fsync(self._file)
+        os.close(self._file)
         size = self.aside.stat().st_size
         os.replace(self.aside, self.path)
         return Shard(self.path.name, len(self.samples), int(self.offsets[-1]), size, digest)
 
     def discard(self) -> None:
-        self.file.close()
+        with suppress(OSError):
+            os.close(self._file)
         self.aside.unlink(missing_ok=True)
 
 
@@ -239,16 +249,27 @@ def from_stored(array: NDArray[Any], dtype: str) -> Tensor:
     return torch.from_numpy(array).view(DTYPES[dtype]) if dtype == "bfloat16" else torch.from_numpy(array)
 
 
+def to_float8(states: Tensor) -> tuple[Tensor, Tensor]:
+    """states [tokens, hidden] → e4m3 bits [tokens, hidden] (uint8) and each token's scale [tokens] (float32).
+
+    The token's largest number becomes the largest e4m3 number.
+    """
+    states = states.float()
+    scale = states.abs().amax(-1).div_(FLOAT8_MAX)
+    scale = torch.where(scale > 0, scale, 1)
+    return (states / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def from_float8(bits: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (bits.view(torch.float8_e4m3fn).float() * scale[:, None]).to(dtype)
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(handle)
-
-
-def _sha256(handle: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while block := handle.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
+        if not os.fstat(handle.fileno()).st_size:
+            return hashlib.sha256().hexdigest()
+        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:  # one call: other threads run meanwhile
+            return hashlib.sha256(content).hexdigest()
 
 
 # Reading
@@ -315,6 +336,38 @@ def check_shard(folder: Path, shard: Shard) -> None:
         raise UserError(f"{path}: its content is not what was written (sha256 differs): damaged or replaced\n{AGAIN}")
 
 
+def adopt_shards(folder: Path, manifest: Manifest, samples: Sequence[Sample]) -> None:
+    """List in the manifest the whole shards that a run wrote and died before listing; clear away what is not whole."""
+    for path in folder.glob(".states-*.tmp"):
+        path.unlink()
+    listed = {shard.file for shard in manifest.shards}
+    known = {sample.id: sample for sample in samples}
+    for path in sorted(folder.glob("states-*.h5")):
+        if path.name in listed:
+            continue
+        try:
+            ids, tokens = shard_ids(path), 0
+            with _open_shard(path) as file:
+                tokens = int(file["offsets"][-1])
+                written = np.array([i for one in ids for i in known[one].input_ids])
+                fits = np.array_equal(file["input_ids"][:], written)
+                fits &= all(f"hidden/{layer}" in file for layer in manifest.layers)
+                fits &= ("argmax" in file) == manifest.target_stats
+        except (UserError, KeyError):
+            fits = False
+        if fits:
+            manifest.shards.append(Shard(path.name, len(ids), tokens, path.stat().st_size, sha256(path)))
+        else:
+            path.unlink()
+    manifest.shards.sort(key=lambda shard: shard.file)
+
+
+def shard_ids(path: Path) -> list[str]:
+    """The ids of a shard's samples, in its order."""
+    with _open_shard(path) as file:
+        return list(file["sample_ids"].asstr()[:])
+
+
 class Cache:
     """A complete cache, open for reading. Shards are verified when it opens."""
 
@@ -356,7 +409,20 @@ class Cache:
         for layer in layers[: limit // max(1, layer_bytes)]:
             for shard in self.manifest.shards:
                 with _open_shard(self.folder / shard.file) as file:
-                    self._held[shard.file, layer] = from_stored(file[f"hidden/{layer}"][:], self.manifest.dtype)
+                    self._held[shard.file, layer] = self._read(file, layer, slice(None))
+
+    def _read(self, file: h5py.File, layer: int, tokens: slice) -> Tensor:
+        stored = file[f"hidden/{layer}"][tokens]
+        if f"scale/{layer}" not in file:
+            return from_stored(stored, self.manifest.dtype)
+        scale = torch.from_numpy(file[f"scale/{layer}"][tokens])
+        return from_float8(torch.from_numpy(stored), scale, DTYPES[self.manifest.dtype])
+
+    def part(self, index: int, parts: int) -> Cache:
+        """The same cache with each `parts`-th of its samples from `index` on."""
+        part = copy.copy(self)
+        part.samples = self.samples[index::parts]
+        return part
 
     def features(self, sample_id: str, layers: Sequence[int]) -> Tensor:
         """Context features [tokens, len(layers) * hidden] in the cache's dtype: the layers' states side by side."""
@@ -366,9 +432,7 @@ class Cache:
         read: dict[int, Tensor] = {}
         if missing:
             with _open_shard(self.folder / name) as file:
-                read = {
-                    layer: from_stored(file[f"hidden/{layer}"][start:end], self.manifest.dtype) for layer in missing
-                }
+                read = {layer: self._read(file, layer, slice(start, end)) for layer in missing}
         return torch.cat(
             [read[layer] if layer in read else self._held[name, layer][start:end] for layer in layers], dim=-1
         )

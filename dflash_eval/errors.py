@@ -1,4 +1,4 @@
-"""The two ways a command ends badly."""
+"""The ways a command ends badly."""
 
 
 class UserError(Exception):
@@ -7,3 +7,11 @@ class UserError(Exception):
 
 class RunError(Exception):
     """The run failed through no fault of what the user gave (exit status 1)."""
+
+
+class Stopped(Exception):
+    """A signal ended the run (exit status 128 + its number); the same command resumes it."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__("stopped; run the same command to resume")
+        self.signal = signal
