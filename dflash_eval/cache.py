@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,25 @@ class Manifest:
             return None
         return Sampling(completions["temperature"], completions["top_k"], completions["top_p"])
 
+    def stored_dtype(self) -> str:
+        """What the states are stored in; `dtype` is what they are read as."""
+        store = self.settings.get("extract", {}).get("store")
+        return "float8" if store == "float8" else self.dtype
+
+    def token_bytes(self) -> int:
+        """Of a shard, for each token."""
+        return token_bytes(len(self.layers), self.hidden_size, self.stored_dtype(), self.target_stats)
+
     def fingerprint(self) -> str:
         """Names the content: settings, layers and shards, not the machine that wrote them."""
         content = [self.settings, self.layers, self.dtype, [shard.sha256 for shard in self.shards]]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def token_bytes(layers: int, hidden_size: int, stored: str, target_stats: bool) -> int:
+    """What a token takes in a shard. stored: a key of STORED."""
+    width = hidden_size * np.dtype(STORED[stored]).itemsize + (4 if stored == "float8" else 0)
+    return layers * width + (12 if target_stats else 4)
 
 
 # Writing
@@ -131,10 +146,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_atomically(folder / "manifest.json", json.dumps(asdict(manifest), indent=2) + "\n")
 
 
-def append_completions(folder: Path, samples: Sequence[Sample]) -> None:
-    """Append whole lines and make them durable."""
+def append_completions(folder: Path, samples: Sequence[Sample], rank: int = 0) -> None:
+    """Append whole lines and make them durable; a rank above 0 has a file of its own."""
     lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
-    with open(folder / "completions.jsonl", "a", encoding="utf-8") as handle:
+    with open(
+        folder / (f".completions-{rank}.jsonl" if rank else "completions.jsonl"), "a", encoding="utf-8"
+    ) as handle:
         handle.write(lines)
         handle.flush()
         os.fsync(handle.fileno())
@@ -143,6 +160,18 @@ def append_completions(folder: Path, samples: Sequence[Sample]) -> None:
 def write_completions(folder: Path, samples: Sequence[Sample]) -> None:
     lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
     write_atomically(folder / "completions.jsonl", "".join(lines))
+    for part in folder.glob(".completions-*.jsonl"):  # of ranks above 0
+        part.unlink()
+
+
+def collect_completions(folder: Path) -> list[Sample]:
+    """What an earlier run's ranks have finished, all in completions.jsonl from now on."""
+    parts = sorted(folder.glob(".completions-*.jsonl"))
+    samples = read_completions(folder)
+    if parts:
+        samples += [sample for part in parts for sample in read_completions(folder, part.name)]
+        write_completions(folder, samples)
+    return samples
 
 
 def write_head(folder: Path, tensors: dict[str, Tensor]) -> str:
@@ -161,7 +190,7 @@ def delete_states(folder: Path) -> None:
     """Remove everything but the completions; the manifest goes first, so that no half-deleted cache looks whole."""
     for path in [folder / "manifest.json", folder / "head.safetensors", *sorted(folder.glob("states-*.h5"))]:
         path.unlink(missing_ok=True)
-    for path in folder.glob(".*.tmp"):
+    for path in [*folder.glob(".*.tmp"), *folder.glob(".completions-*.jsonl")]:
         path.unlink()
 
 
@@ -195,7 +224,9 @@ class ShardWriter:
                 self._set_aside(file, "logprob", None, np.float32, fillvalue=np.nan)
         self._file = os.open(self.aside, os.O_WRONLY)
 
-    def _set_aside(self, file: h5py.File, name: str, width: int | None, kind: Any, fillvalue: Any = None) -> h5py.Dataset:
+    def _set_aside(
+        self, file: h5py.File, name: str, width: int | None, kind: Any, fillvalue: Any = None
+    ) -> h5py.Dataset:
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         if fillvalue is None:
@@ -210,7 +241,7 @@ class ShardWriter:
         for name, rows in columns.items():
             if not len(rows):
                 continue
-            data = memoryview(to_stored(rows)).cast("B")
+            data = memoryview(to_stored(rows).data).cast("B")
             place = self._places[name] + first * (len(data) // len(rows))
             while data:
                 written = os.pwrite(self._file, data, place)
@@ -229,15 +260,19 @@ class ShardWriter:
     def close(self) -> Shard:
         digest = sha256(self.aside)
         os.fsync(self._file)
-        os.close(self._file)
+        self._close_file()
         size = self.aside.stat().st_size
         os.replace(self.aside, self.path)
         return Shard(self.path.name, len(self.samples), int(self.offsets[-1]), size, digest)
 
     def discard(self) -> None:
-        with suppress(OSError):
-            os.close(self._file)
+        self._close_file()
         self.aside.unlink(missing_ok=True)
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 def to_stored(states: Tensor) -> NDArray[Any]:
@@ -298,9 +333,9 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest
 
 
-def read_completions(folder: Path) -> list[Sample]:
+def read_completions(folder: Path, name: str = "completions.jsonl") -> list[Sample]:
     """The lines of completions.jsonl; a last line that a killed run left unfinished is passed over."""
-    path = folder / "completions.jsonl"
+    path = folder / name
     if not path.exists():
         return []
     samples = []

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dflash_eval.config import load_config
-from dflash_eval.errors import RunError, UserError
+from dflash_eval import ranks
+from dflash_eval.config import Config, load_config
+from dflash_eval.errors import RunError, Stopped, UserError
 
 app = typer.Typer(
     help="How good is a DFlash drafter? Run the target once, judge any drafter from its cached activations.",
@@ -36,7 +37,7 @@ def extract(
     force: Annotated[bool, typer.Option("--force", help="overwrite a cache that does not fit the config")] = False,
 ) -> None:
     """Phase 1: run the target once and cache its layer activations (resumes where a killed run stopped)."""
-    settings = load_config(config, set_ or [])  # before torch is imported: a typo is told at once
+    settings = _load(config, set_)  # before torch is imported: a typo is told at once
     from dflash_eval.extract import extract as run
 
     run(settings, force=force, say=lambda line: typer.echo(line, err=True))
@@ -45,7 +46,7 @@ def extract(
 @app.command()
 def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     """Phase 2: judge the config's drafters from the cache; the target is not needed."""
-    settings = load_config(config, set_ or [])
+    settings = _load(config, set_)
     from dflash_eval.evaluate import evaluate as run
     from dflash_eval.report import print_report
 
@@ -55,6 +56,17 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     if results["failed"]:
         names = ", ".join(drafter["name"] for drafter in results["failed"])
         raise RunError(f"{len(results['failed'])} of {len(settings.drafters)} drafters failed: {names} (see above)")
+
+
+@app.command()
+def doctor(config: ConfigPath, set_: Overrides = None) -> None:
+    """Say whether an extraction would find what it needs: software, kernels, GPU memory, disk, and who is in the way."""
+    settings = _load(config, set_)
+    from dflash_eval.doctor import doctor as run
+
+    wrong = run(settings, typer.echo)
+    if wrong:
+        raise UserError(f"{wrong} thing{'s' if wrong > 1 else ''} in the way of the extraction (see above)")
 
 
 @bench_app.command("evaluate")
@@ -84,14 +96,20 @@ def bench_evaluate(
     bench_shape(shape, samples, prompt_tokens, tokens, {"device": device, "dtype": dtype}, typer.echo)
 
 
+def _load(path: Path, overrides: list[str] | None) -> Config:
+    try:
+        return load_config(path, overrides or [])
+    except UserError:
+        if ranks.rank() > 0:  # rank 0 tells it
+            sys.exit(2)
+        raise
+
+
 def main() -> None:
-    """Exit status: 0 done, 1 the run failed, 2 the user's input is wrong."""
+    """Exit status: 0 done, 1 the run failed, 2 the user's input is wrong, 130 and 143 stopped by SIGINT, SIGTERM."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app()
-    except UserError as error:
-        print(f"dflash-eval: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        print(f"dflash-eval: {error}", file=sys.stderr)
-        sys.exit(1)
+    except (UserError, RunError, Stopped) as error:
+        print(f"dflash-eval: {f'rank {ranks.rank()}: ' if ranks.rank() else ''}{error}", file=sys.stderr)
+        sys.exit(ranks.exit_status(error))

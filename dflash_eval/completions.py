@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from dflash_eval import ranks
 from dflash_eval.batches import plan_batches
 from dflash_eval.cache import Sample
 from dflash_eval.config import CompletionsConfig
@@ -37,7 +38,8 @@ def generate(
     batch_tokens: int,
     done: Sequence[Sample],
 ) -> Iterator[list[Sample]]:
-    """The target's own answers, a batch at a time, without the batches that `done` holds whole.
+    """The target's own answers, a batch at a time, without the batches that `done` holds whole; under torchrun this
+    rank's share of them.
 
     Greedy at temperature 0, else sampled from the target's distribution at that temperature, seeded by batch. A
     completion keeps the stop token that ended it.
@@ -45,6 +47,7 @@ def generate(
     have = {sample.id for sample in done}
     batches = plan_batches([len(prompt.ids) for prompt in prompts], batch_tokens, config.max_new_tokens)
     todo = [(n, b) for n, b in enumerate(batches) if not all(prompts[i].id in have for i in b)]
+    todo = ranks.deal(todo, [len(batch) for _, batch in todo])
     total = sum(len(batch) for _, batch in todo) * config.max_new_tokens
     with progress("generate", total) as advance:
         for number, batch in todo:

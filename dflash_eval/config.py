@@ -135,6 +135,8 @@ class ExtractConfig(Section):
     """Kept beside `layers`, for drafters to come."""
     target_stats: bool = True
     """Also keep argmax and log-probability of each completion token."""
+    store: Literal["bfloat16", "float8"] | None = None
+    """Smaller than the target's dtype: float8 is e4m3 with a scale for each token and layer."""
     max_batch_tokens: Count = 8192
     shard_bytes: Count = 2**31
     save_head: bool = True
@@ -240,6 +242,7 @@ class Config(Section):
             "target": self.target.model_dump(mode="json", include={"model", "revision", "dtype"}),
             "prompts": self.prompts.model_dump(mode="json"),
             "completions": self.completions.model_dump(mode="json", include=kept),
+            "extract": self.extract.model_dump(mode="json", include={"store"}),
         }
 
 

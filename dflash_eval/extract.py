@@ -11,44 +11,70 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from dflash_eval import cache as cachefile
-from dflash_eval import completions
-from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
-from dflash_eval.batches import plan_batches
-from dflash_eval.cache import Manifest, Sample, ShardWriter
+from dflash_eval import completions, ranks
+from dflash_eval.cache import Manifest, Sample, Shard
 from dflash_eval.completions import RenderedPrompt
 from dflash_eval.config import Config
 from dflash_eval.drafter.checkpoint import read_config
-from dflash_eval.errors import RunError, UserError
+from dflash_eval.errors import Stopped, UserError
+from dflash_eval.gpu_memory import check_gpu_memory
+from dflash_eval.lock import lock
 from dflash_eval.machine import device_name, software
 from dflash_eval.progress import progress
 from dflash_eval.prompts import has_chat_template, load_prompts, render_prompt, stop_token_ids
-from dflash_eval.target import (
-    Target,
-    TargetFiles,
-    capture,
-    head_positions,
-    load_target,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
+from dflash_eval.signals import Stop, stoppable
+from dflash_eval.states import plan_shards, write_states
+from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer, tokenizer_fingerprint
 
-HEAD_ROWS = 512  # completion positions whose logits are reduced at once
+COMPILING_PAYS = 1e17  # floating-point operations: some minutes of a large GPU
 
 
 def extract(config: Config, *, force: bool = False, say: Callable[[str], None] = print) -> Path:
     """Fill `config.cache_dir`; returns it. A complete cache that fits the config is left as it is.
 
-    Raises UserError for what the user must mend, a cache that does not fit the config among it (unless `force`).
+    Under torchrun every rank calls this, and each does its share. Raises UserError for what the user must mend, a
+    cache that does not fit the config among it (unless `force`); Stopped after a signal.
     """
     folder = config.cache_dir
+    if ranks.rank() > 0:
+        say = _silent
+    with ExitStack() as stack:
+        stop = stack.enter_context(stoppable())
+        stack.enter_context(ranks.group())
+        layers, files, tokenizer, prompts, settings = ranks.in_turn(lambda: _asked(config, say))
+        stack.enter_context(cachefile.disk_errors(folder))
+        begun = ranks.from_first(lambda: _begin(folder, settings, layers, force, stack, say))
+        if begun is not None and begun.complete:
+            return folder
+        check_gpu_memory(config, files, layers)
+        target = load_target(files, config.target)
+        say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
+        manifest = ranks.from_first(lambda: begun or _new_manifest(folder, config, settings, layers, target))
+        samples = _completions(folder, config, target, tokenizer, prompts, say)
+        manifest.shards = ranks.from_first(lambda: _whole_shards(folder, manifest, samples, target))
+        _states(folder, manifest, samples, target, stop, say)
+        if ranks.rank() == 0:
+            if config.extract.save_head:
+                manifest.head_sha256 = cachefile.write_head(folder, target.head())
+            manifest.complete = True
+            cachefile.write_manifest(folder, manifest)
+        ranks.gather(None)  # the cache is whole when any rank says so
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    say(f"{folder}: {len(samples)} samples, {tokens:,} tokens, layers {_join(manifest.layers)}")
+    return folder
+
+
+Asked = tuple[list[int], TargetFiles, Any, list[RenderedPrompt], dict[str, Any]]
+
+
+def _asked(config: Config, say: Callable[[str], None]) -> Asked:
+    """What the config comes to: layers, the target's files and tokenizer, prompts, and the cache's settings."""
     layers = wanted_layers(config)
     files = TargetFiles.find(config.target)
     tokenizer = load_tokenizer(files, config.target)
@@ -70,35 +96,26 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
     settings["prompts"]["fingerprint"] = _digest([prompt.ids for prompt in prompts])
     if config.completions.file is not None:
         settings["completions"]["fingerprint"] = _digest_file(config.completions.file)
+    return layers, files, tokenizer, prompts, settings
 
-    with cachefile.disk_errors(folder), cachefile.lock(folder):
-        manifest = _existing(folder, settings, layers, force, say)
-        if manifest is not None and manifest.complete:
-            for shard in manifest.shards:
-                cachefile.check_shard(folder, shard)
-            say(f"{folder} is complete: {len(manifest.shards)} shards, layers {_join(manifest.layers)}")
-            return folder
-        target = load_target(files, config.target)
-        say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
-        beyond = [layer for layer in layers if layer >= len(target.layers)]
-        if beyond:
-            raise UserError(
-                f"layers {_join(beyond)} do not exist: {config.target.model} has layers 0 to {len(target.layers) - 1}\n"
-                "mend extract.layers, or the drafter whose target_layer_ids name them"
-            )
-        if manifest is None:
-            manifest = _new_manifest(config, settings, layers, target)
-            cachefile.write_manifest(folder, manifest)
-        samples = _completions(folder, config, target, tokenizer, prompts, say)
-        _check_room(folder, manifest, samples, target)
-        _states(folder, manifest, samples, target)
-        if config.extract.save_head:
-            manifest.head_sha256 = cachefile.write_head(folder, target.head())
-        manifest.complete = True
-        cachefile.write_manifest(folder, manifest)
-    tokens = sum(shard.tokens for shard in manifest.shards)
-    say(f"{folder}: {len(samples)} samples, {tokens:,} tokens, layers {_join(manifest.layers)}")
-    return folder
+
+def _begin(
+    folder: Path,
+    settings: dict[str, Any],
+    layers: Sequence[int],
+    force: bool,
+    stack: ExitStack,
+    say: Callable[[str], None],
+) -> Manifest | None:
+    """Take the cache for this run; the manifest to go on from, or None. One that is complete is verified."""
+    stack.enter_context(lock(folder, say))
+    cachefile.collect_completions(folder)
+    manifest = _existing(folder, settings, layers, force, say)
+    if manifest is not None and manifest.complete:
+        for shard in manifest.shards:
+            cachefile.check_shard(folder, shard)
+        say(f"{folder} is complete: {len(manifest.shards)} shards, layers {_join(manifest.layers)}")
+    return manifest
 
 
 def wanted_layers(config: Config) -> list[int]:
@@ -154,14 +171,22 @@ def _existing(
     return None
 
 
-def _new_manifest(config: Config, settings: dict[str, Any], layers: list[int], target: Target) -> Manifest:
-    return Manifest(
+def _new_manifest(
+    folder: Path, config: Config, settings: dict[str, Any], layers: list[int], target: Target
+) -> Manifest:
+    beyond = [layer for layer in layers if layer >= len(target.layers)]
+    if beyond:
+        raise UserError(
+            f"layers {_join(beyond)} do not exist: {config.target.model} has layers 0 to {len(target.layers) - 1}\n"
+            "mend extract.layers, or the drafter whose target_layer_ids name them"
+        )
+    manifest = Manifest(
         name=config.name,
         settings=settings,
         layers=layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        dtype=config.target.dtype,
+        dtype="bfloat16" if config.extract.store == "bfloat16" else config.target.dtype,
         target_stats=config.extract.target_stats,
         batch_tokens=config.extract.max_batch_tokens,
         shard_bytes=config.extract.shard_bytes,
@@ -171,8 +196,11 @@ def _new_manifest(config: Config, settings: dict[str, Any], layers: list[int], t
             "kernels": target.kernels,
             "software": software(),
             "target_layers": len(target.layers),
+            "ranks": ranks.size(),
         },
     )
+    cachefile.write_manifest(folder, manifest)
+    return manifest
 
 
 def _completions(
@@ -184,7 +212,7 @@ def _completions(
     say: Callable[[str], None],
 ) -> list[Sample]:
     """The completions in the prompts' order; those that an earlier run finished are not made again."""
-    done = cachefile.read_completions(folder)
+    done = ranks.from_first(lambda: cachefile.read_completions(folder))
     if {prompt.id for prompt in prompts} <= {sample.id for sample in done}:
         return _in_order(done, prompts)
     if config.completions.source == "server":
@@ -193,24 +221,32 @@ def _completions(
             "save them as JSONL (id, completion_ids or text) and set completions.source: file, completions.file: PATH"
         )
     if config.completions.source == "file":
-        assert config.completions.file is not None
-        samples = completions.read_file(
-            config.completions.file, tokenizer, prompts, config.completions.max_new_tokens, target.vocab_size
-        )
-        _check_positions(target, samples, 0)
-        cachefile.write_completions(folder, samples)
-        return samples
+        return ranks.from_first(lambda: _from_file(folder, config, target, tokenizer, prompts))
     _check_positions(target, prompts, config.completions.max_new_tokens)
     stop_ids = stop_token_ids(tokenizer, target.model.generation_config)
-    cachefile.write_completions(folder, done)  # drops a line that a killed run left unfinished
+    if ranks.rank() == 0:
+        cachefile.write_completions(folder, done)  # drops a line that a killed run left unfinished
     for batch in completions.generate(
         target, tokenizer, prompts, config.completions, stop_ids, config.extract.max_batch_tokens, done
     ):
-        cachefile.append_completions(folder, batch)
+        cachefile.append_completions(folder, batch, ranks.rank())
         done += batch
-    stopped = sum(sample.finish_reason == "stop" for sample in done)
-    say(f"{stopped} of {len(done)} completions ended by a stop token")
-    samples = _in_order(done, prompts)
+    samples = _in_order([sample for own in ranks.gather(done) for sample in own], prompts)
+    stopped = sum(sample.finish_reason == "stop" for sample in samples)
+    say(f"{stopped} of {len(samples)} completions ended by a stop token")
+    if ranks.rank() == 0:
+        cachefile.write_completions(folder, samples)
+    return samples
+
+
+def _from_file(
+    folder: Path, config: Config, target: Target, tokenizer: Any, prompts: Sequence[RenderedPrompt]
+) -> list[Sample]:
+    assert config.completions.file is not None
+    samples = completions.read_file(
+        config.completions.file, tokenizer, prompts, config.completions.max_new_tokens, target.vocab_size
+    )
+    _check_positions(target, samples, 0)
     cachefile.write_completions(folder, samples)
     return samples
 
@@ -233,10 +269,13 @@ def _check_positions(target: Target, rows: Sequence[RenderedPrompt] | Sequence[S
             )
 
 
-def _check_room(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target) -> None:
-    """Refuse before the work rather than on a full disk in the middle of it."""
-    token_bytes = _token_bytes(manifest)
-    needed = sum(map(len, samples)) * token_bytes - sum(shard.bytes for shard in manifest.shards)
+def _whole_shards(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target) -> list[Shard]:
+    """The shards that are there, listed; refuses a disk that has no room for the others."""
+    for shard in manifest.shards:
+        cachefile.check_shard(folder, shard)
+    cachefile.adopt_shards(folder, manifest, samples)
+    cachefile.write_manifest(folder, manifest)
+    needed = sum(map(len, samples)) * manifest.token_bytes() - sum(shard.bytes for shard in manifest.shards)
     needed += sum(tensor.nbytes for tensor in target.head().values())
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -244,101 +283,48 @@ def _check_room(folder: Path, manifest: Manifest, samples: Sequence[Sample], tar
             f"{folder}: no disk space: the states need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free\n"
             "free some space and run the same command, or set cache_dir to a larger disk"
         )
+    return manifest.shards
 
 
-def _token_bytes(manifest: Manifest) -> int:
-    return len(manifest.layers) * manifest.hidden_size * cachefile.DTYPES[manifest.dtype].itemsize + 12
+def _states(
+    folder: Path,
+    manifest: Manifest,
+    samples: Sequence[Sample],
+    target: Target,
+    stop: Stop,
+    say: Callable[[str], None],
+) -> None:
+    """Write the shards that are not there yet, every rank its own; rank 0 lists them."""
+    done = {sample_id for shard in manifest.shards for sample_id in cachefile.shard_ids(folder / shard.file)}
+    shards = plan_shards(manifest, samples, done)
 
-
-def _plan(manifest: Manifest, samples: Sequence[Sample]) -> list[list[list[int]]]:
-    """Shards of batches of sample indices: consecutive batches until a shard is full."""
-    shards: list[list[list[int]]] = []
-    size = manifest.shard_bytes
-    for batch in plan_batches([len(sample) for sample in samples], manifest.batch_tokens):
-        if size >= manifest.shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(batch)
-        size += sum(len(samples[i]) for i in batch) * _token_bytes(manifest)
-    return shards
-
-
-def _states(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target) -> None:
-    """Write the shards that are not there yet."""
-    plan = _plan(manifest, samples)
-    for shard in manifest.shards:
-        cachefile.check_shard(folder, shard)
-    todo = plan[len(manifest.shards) :]
-    total = sum(len(samples[i]) for shard in todo for batch in shard for i in batch)
-    with progress("extract", total) as advance:
-        for number, batches in enumerate(todo, len(manifest.shards)):
-            inside = [samples[i] for batch in batches for i in batch]
-            path = folder / f"states-{number:05d}.h5"
-            writer = ShardWriter(
-                path, inside, manifest.layers, manifest.hidden_size, manifest.dtype, manifest.target_stats
-            )
-            try:
-                first = 0
-                for batch in batches:
-                    _forward(target, [samples[i] for i in batch], manifest, writer, first)
-                    first += len(batch)
-                    advance(sum(len(samples[i]) for i in batch))
-                manifest.shards.append(writer.close())
-            except BaseException:
-                writer.discard()
-                raise
+    def listed(shard: Shard) -> None:
+        if ranks.rank() == 0:
+            manifest.shards.append(shard)
             cachefile.write_manifest(folder, manifest)
 
-
-@torch.inference_mode()
-def _forward(target: Target, batch: Sequence[Sample], manifest: Manifest, writer: ShardWriter, first: int) -> None:
-    """One forward over right-padded sequences; the states of real tokens go to the shard, from sample `first` on."""
-    layers, stats = manifest.layers, manifest.target_stats
-    width = max(map(len, batch))
-    ids = torch.tensor([sample.input_ids + [0] * (width - len(sample)) for sample in batch], device=target.device)
-    lengths = torch.tensor([len(sample) for sample in batch], device=target.device)
-    mask = torch.arange(width, device=target.device) < lengths[:, None]
-    # The head runs where it says something of a completion token: positions P - 1 ... N - 2 of each row.
-    completion = [
-        torch.arange(len(sample.prompt_ids) - 1, len(sample) - 1) + row * width for row, sample in enumerate(batch)
-    ]
-    positions = torch.cat(completion if stats else [torch.empty(0, dtype=torch.int64)]).to(target.device)
-    try:
-        with capture(target, layers) as states, head_positions(target, positions):
-            logits = target.model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[0]
-    except torch.OutOfMemoryError:
-        raise RunError(
-            f"the GPU ran out of memory on a batch of {ids.numel()} tokens; finished shards are kept\n"
-            "lower extract.max_batch_tokens (with --force) or free the GPU, and run the same command"
-        ) from None
-    for layer in layers:
-        kept = states[layer].to("cpu", cachefile.DTYPES[writer.dtype])
-        for row, sample in enumerate(batch):
-            writer.write_hidden(first + row, layer, kept[row, : len(sample)])
-    if not stats:
-        return
-    argmax, logprob = _token_stats(
-        logits, ids.flatten()[(positions + 1).to(ids.device)], manifest.sampling() or Sampling()
-    )
-    start = 0
-    for row, sample in enumerate(batch):
-        end = start + len(sample.completion_ids)
-        writer.write_stats(first + row, argmax[start:end], logprob[start:end])
-        start = end
-
-
-def _token_stats(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """logits [rows, vocabulary], tokens [rows] → the argmax (int32) and the tokens' log-probability (float32).
-
-    The log-probability is that of the distribution the tokens were sampled from; of temperature 1 where they were not.
-    """
-    argmax, logprob = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
-    for start in range(0, len(logits), HEAD_ROWS):
-        chunk = logits[start : start + HEAD_ROWS].to(torch.float32, copy=True)
-        token = tokens[start : start + HEAD_ROWS].to(chunk.device)
-        argmax.append(chunk.argmax(-1).int().cpu().numpy())
-        logprob.append(sampling_logprobs(chunk, token, sampling).cpu().numpy())
-    return np.concatenate(argmax), np.concatenate(logprob)
+    parameters = sum(parameter.numel() for parameter in target.model.parameters())
+    work = 2 * parameters * sum(map(len, samples))  # of all samples: a resumed run computes as the first did
+    compiled = target.device.type == "cuda" and work > COMPILING_PAYS
+    manifest.provenance["compiled"] = compiled
+    total = sum(len(samples[i]) for shard in shards for batch in shard.batches for i in batch)
+    stop.patient = True
+    with progress("extract", total) as advance:
+        times = write_states(
+            folder, manifest, samples, target, shards,
+            stop=stop, compiled=compiled, advance=advance, written=listed,
+        )  # fmt: skip
+    stop.patient = False
+    if times.compiling:
+        say(f"compiling the target's layers took {times.compiling:.0f} s")
+    everywhere = ranks.gather((times.shards, stop.signal))
+    if ranks.rank() == 0:
+        manifest.shards.extend(shard for own, _ in everywhere[1:] for shard in own)
+        manifest.shards.sort(key=lambda shard: shard.file)
+        cachefile.write_manifest(folder, manifest)
+    signals = [signal for _, signal in everywhere if signal is not None]
+    if signals:
+        raise Stopped(signals[0])
 
 
 def _digest(content: Any) -> str:
@@ -354,6 +340,10 @@ def _digest_file(path: Path) -> str:
 
 def _kernels(target: Target) -> str:
     return ", ".join(f"{name} {kernel}" for name, kernel in target.kernels.items())
+
+
+def _silent(line: str) -> None:
+    """What rank 0 says for all."""
 
 
 def _join(layers: Sequence[int]) -> str:

@@ -110,4 +110,5 @@ def _name(holder: dict[str, Any] | None) -> str:
 
 
 def _refusal(folder: Path, holder: dict[str, Any] | None, hint: str = "") -> UserError:
-    return UserError(f"{folder}: another extraction, {_name(holder)}, is writing this cache; wait for it or stop it{hint}")
+    who = _name(holder)
+    return UserError(f"{folder}: another extraction, {who}, is writing this cache\nwait for it or stop it{hint}")

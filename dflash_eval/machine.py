@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from dflash_eval import ranks
 from dflash_eval.errors import RunError, UserError
 from dflash_eval.progress import say
 
@@ -19,9 +20,13 @@ T = TypeVar("T")
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises UserError for a device that is not there."""
+    """`auto` is the GPU where there is one; of several ranks on a machine each has its own. Raises UserError for a
+    device that is not there.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and ranks.local_size() > 1 and torch.cuda.is_available():
+        return rank_devices()[0]
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -30,6 +35,13 @@ def pick_device(name: str) -> torch.device:
         found = torch.cuda.device_count()
         raise UserError(f"device {name!r}: PyTorch sees {found} CUDA device{'s' if found != 1 else ''} here")
     return device
+
+
+def rank_devices() -> list[torch.device]:
+    """This rank's GPUs: an even share of the machine's, or one that it shares where there are too few."""
+    count, mine, all_ = torch.cuda.device_count(), ranks.local_rank(), ranks.local_size()
+    first, last = mine * count // all_, (mine + 1) * count // all_
+    return [torch.device("cuda", i) for i in range(first, last)] or [torch.device("cuda", mine % max(1, count))]
 
 
 def software() -> dict[str, str]:

@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from dflash_eval import ranks
+
 console = Console(stderr=True)
 
 
@@ -48,7 +50,7 @@ def bars(unit: str) -> Iterator[Callable[[str, int], AbstractContextManager[Call
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=console) as display:
+    with Progress(*columns, console=console, disable=ranks.rank() > 0) as display:
 
         @contextmanager
         def bar(description: str, total: int) -> Iterator[Callable[[int], None]]:

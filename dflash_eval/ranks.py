@@ -47,7 +47,9 @@ def group() -> Iterator[None]:
         dist.init_process_group("gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise RunError(f"rank {rank()} of {size()} cannot reach the others: {reason}; start them with torchrun") from None
+        raise RunError(
+            f"rank {rank()} of {size()} cannot reach the others: {reason}; start them with torchrun"
+        ) from None
     try:
         yield
     finally:
@@ -58,19 +60,26 @@ def from_first(work: Callable[[], T]) -> T:
     """What `work` returns on rank 0, on every rank. Its error ends them all; rank 0 alone tells it."""
     if size() == 1:
         return work()
-    said: list[Any] = [None, None]
+    said: list[Any] = [None, 0]
+    failure: UserError | RunError | Stopped | None = None
     if rank() == 0:
         try:
             said[0] = work()
         except (UserError, RunError, Stopped) as error:
-            said[1] = error
+            failure, said[1] = error, exit_status(error)
     _collective("broadcast_object_list", said)
-    result, error = said
-    if error is not None:
-        if rank() == 0:
-            raise error
-        sys.exit(exit_status(error))
-    return result
+    if failure is not None:
+        raise failure
+    if said[1]:
+        sys.exit(said[1])
+    return said[0]
+
+
+def in_turn(work: Callable[[], T]) -> T:
+    """`work` on rank 0, then on the others: what is wrong for all is told once, what is downloaded is there."""
+    own: list[T] = []
+    from_first(lambda: own.append(work()))
+    return own[0] if own else work()
 
 
 def gather(value: T) -> list[T]:

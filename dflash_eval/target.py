@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from dflash_eval.cache import DTYPES
 from dflash_eval.config import TargetConfig
 from dflash_eval.errors import UserError
-from dflash_eval.machine import pick_device
+from dflash_eval.machine import pick_device, rank_devices
 from dflash_eval.sources import fingerprint, resolve
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -104,22 +104,45 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = pick_device(config.device)
+    if config.require_kernels:
+        _require_kernels(skeleton(files, config), config)  # before any weight is read
     with _load_errors(config):
-        auto = AutoModelForCausalLM
-        if not files.gguf:  # a GGUF holds no linear attention that needs a kernel, and its config is slow to read
-            described = AutoConfig.from_pretrained(files.folder, trust_remote_code=config.trust_remote_code)
-            remote = config.trust_remote_code and hasattr(described, "auto_map")
-            if type(described) not in AutoModelForCausalLM._model_mapping and not remote:
-                auto = AutoModelForImageTextToText
-            _require_kernels(auto, described, config)
+        auto, _ = _model_class(files, config)
         model = auto.from_pretrained(
             files.folder,
             dtype=DTYPES[config.dtype],
-            device_map=config.device_map or {"": device},
+            **_placement(config, device),
             trust_remote_code=config.trust_remote_code,
             **files.arguments(),
         ).eval()
     return Target(model, find_layers(model), model.get_input_embeddings().weight.device, kernels_of(model))
+
+
+def skeleton(files: TargetFiles, config: TargetConfig) -> Any:
+    """The target without weights, on the meta device."""
+    with _load_errors(config):
+        auto, described = _model_class(files, config)
+        with torch.device("meta"):
+            return auto.from_config(described, trust_remote_code=config.trust_remote_code)
+
+
+def _model_class(files: TargetFiles, config: TargetConfig) -> tuple[Any, Any]:
+    """The transformers class that loads the target, and the target's config."""
+    described = AutoConfig.from_pretrained(
+        files.folder, trust_remote_code=config.trust_remote_code, **files.arguments()
+    )
+    remote = config.trust_remote_code and hasattr(described, "auto_map")
+    if type(described) in AutoModelForCausalLM._model_mapping or remote:
+        return AutoModelForCausalLM, described
+    return AutoModelForImageTextToText, described
+
+
+def _placement(config: TargetConfig, device: torch.device) -> dict[str, Any]:
+    if config.device_map is None or device.type != "cuda":
+        return {"device_map": {"": device}}
+    mine = {gpu.index for gpu in rank_devices()}  # ranks of one machine share out its GPUs
+    room = {i: torch.cuda.mem_get_info(i)[0] if i in mine else 0 for i in range(torch.cuda.device_count())}
+    return {"device_map": config.device_map} | ({"max_memory": room} if len(mine) < len(room) else {})
 
 
 @contextmanager
@@ -156,46 +179,6 @@ def _final_norm(model: Any, layers: nn.ModuleList) -> Any:
     return None
 
 
-@contextmanager
-def capture(target: Target, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Within this context every forward leaves the wanted layers' outputs [batch, positions, hidden] in the dict.
-
-    Hooks rather than `output_hidden_states`: that list holds the last layer's state after the final norm.
-    """
-    states: dict[int, Tensor] = {}
-
-    def keep(layer_id: int) -> Any:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            states[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    handles = [target.layers[i].register_forward_hook(keep(i)) for i in layer_ids]
-    try:
-        yield states
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def head_positions(target: Target, positions: Tensor) -> Iterator[None]:
-    """Within this context the LM head runs on `positions` alone: [rows] int64 into the flattened batch.
-
-    The model's own code still scales or caps what comes out: logits are [1, rows, vocabulary].
-    """
-
-    def select(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
-        hidden = arguments[0]
-        return (hidden.reshape(1, -1, hidden.shape[-1])[:, positions.to(hidden.device)],)
-
-    handle = target.model.get_output_embeddings().register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def kernels_of(model: Any) -> dict[str, str]:
     """Which implementation each of the target's exchangeable functions is bound to, e.g.
 
@@ -224,22 +207,26 @@ def _bound_functions(model: Any) -> dict[str, tuple[str, str | None]]:
     return bound
 
 
-def _require_kernels(auto: Any, described: Any, config: TargetConfig) -> None:
-    """Refuse before any weight is read: the model's classes are looked at on the meta device."""
-    if not config.require_kernels:
-        return
-    with torch.device("meta"):
-        skeleton = auto.from_config(described, trust_remote_code=config.trust_remote_code)
-    fallbacks: dict[str, list[str]] = {}
-    for name, (offered, called) in _bound_functions(skeleton).items():
-        if offered in config.require_kernels and called is None:
-            fallbacks.setdefault(offered, []).append(name)
-    if fallbacks:
-        functions = ", ".join(sorted(name for names in fallbacks.values() for name in names))
-        packages = " ".join(DISTRIBUTIONS[package] for package in sorted(fallbacks))
+def fallbacks(model: Any, required: Sequence[str]) -> dict[str, list[str]]:
+    """Package → the target's functions that it offers and that would run on the torch fallback instead."""
+    found: dict[str, list[str]] = {}
+    for name, (offered, called) in sorted(_bound_functions(model).items()):
+        if offered in required and called is None:
+            found.setdefault(offered, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def pip_packages(packages: Iterable[str]) -> str:
+    return " ".join(DISTRIBUTIONS[package] for package in packages)
+
+
+def _require_kernels(model: Any, config: TargetConfig) -> None:
+    missing = fallbacks(model, config.require_kernels)
+    if missing:
+        functions = ", ".join(name for names in missing.values() for name in names)
         raise UserError(
             f"{config.model}: {functions} would run on the torch fallback, but target.require_kernels asks for "
-            f"{', '.join(sorted(fallbacks))}\ninstall what is missing (pip install {packages}) "
+            f"{', '.join(missing)}\ninstall what is missing (pip install {pip_packages(missing)}) "
             "or set target.require_kernels: []"
         )
 

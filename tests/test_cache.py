@@ -12,6 +12,7 @@ import torch
 from dflash_eval import cache as cachefile
 from dflash_eval.cache import Cache, Manifest, Sample, ShardWriter
 from dflash_eval.errors import UserError
+from dflash_eval.lock import lock
 
 
 def sample(name: str, prompt: int, completion: int) -> Sample:
@@ -162,7 +163,7 @@ def test_a_completion_line_cut_by_a_kill_is_passed_over(folder):
 
 
 def test_two_writers_do_not_share_a_cache(tmp_path):
-    with cachefile.lock(tmp_path), pytest.raises(UserError, match="another extraction"), cachefile.lock(tmp_path):
+    with lock(tmp_path), pytest.raises(UserError, match="another extraction"), lock(tmp_path):
         pass
 
 

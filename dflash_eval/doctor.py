@@ -1,0 +1,142 @@
+"""What an extraction needs and what is there: one page before the work, rather than out of memory in the midst of it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from dflash_eval import cache as cachefile
+from dflash_eval.config import Config
+from dflash_eval.errors import UserError
+from dflash_eval.extract import wanted_layers
+from dflash_eval.gpu_memory import gib, gpu_problem, gpu_processes, needed_bytes, of_what
+from dflash_eval.machine import device_name, pick_device, rank_devices, software
+from dflash_eval.prompts import load_prompts, render_prompt
+from dflash_eval.target import TargetFiles, fallbacks, kernels_of, load_tokenizer, pip_packages, skeleton
+
+Say = Callable[[str], None]
+
+
+def doctor(config: Config, say: Say) -> int:
+    """Say what the extraction of `config` would find here; returns how many things stand in its way."""
+    wrong: list[str] = []
+
+    def check(line: str, problem: str | None = None) -> None:
+        say(f"{'✗' if problem else '✓'} {line}" + (f"\n    {problem}" if problem else ""))
+        if problem:
+            wrong.append(problem)
+
+    layers, files = wanted_layers(config), TargetFiles.find(config.target)
+    versions = software()
+    check(", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "h5py")))
+    _say_gpus(check)
+    model = skeleton(files, config.target)
+    _say_kernels(model, config, check)
+    device, problem = _device(config)
+    if problem is None and device.type == "cuda":
+        need = needed_bytes(model, config, layers)
+        where = rank_devices() if config.target.device_map else [device]
+        free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in where)
+        check(f"GPU memory: {gib(sum(need))} needed ({of_what(need)}), {gib(free)} free", gpu_problem(config, need))
+    else:
+        check(f"target.device {config.target.device}: {device_name(device)}", problem)
+    found = gpu_processes()
+    say("· nvidia-smi is not here: which processes hold GPU memory cannot be told" if found is None else
+        "· GPU memory is held by: " + (", ".join(process.holds() for process in found) or "nobody"))  # fmt: skip
+    if config.completions.source == "server":
+        url = config.completions.server.base_url
+        answers = server_answers(url)
+        on_gpu = answers and device.type == "cuda" and bool(found)
+        check(
+            f"server {url}: {'answers' if answers else 'does not answer'}",
+            "it runs on the GPUs that hold the target: fetch the completions, stop it, extract, start it again"
+            if on_gpu and _is_here(url)
+            else None,
+        )
+    _say_disk(model, config, layers, files, check)
+    return len(wrong)
+
+
+def server_answers(url: str) -> bool:
+    """Whether anything listens at the address."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection(
+            (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), 3
+        ).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_here(url: str) -> bool:
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1", "0.0.0.0", socket.gethostname())
+
+
+def _say_gpus(check: Callable[..., None]) -> None:
+    driver = "not found"
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        pass
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    check(
+        f"CUDA {torch.version.cuda or '(torch is built without)'}, driver {driver}, GPUs: {', '.join(gpus) or 'none'}"
+    )
+
+
+def _say_kernels(model: Any, config: Config, check: Callable[..., None]) -> None:
+    kernels = kernels_of(model)
+    missing = fallbacks(model, config.target.require_kernels)
+    names = ", ".join(name for names in missing.values() for name in names)
+    check(
+        "kernels: " + ", ".join(f"{name} {kernel}" for name, kernel in kernels.items()),
+        f"target.require_kernels asks for {', '.join(missing)}: pip install {pip_packages(missing)} ({names})"
+        if missing
+        else None,
+    )
+
+
+def _device(config: Config) -> tuple[torch.device, str | None]:
+    try:
+        return pick_device(config.target.device), None
+    except UserError as error:
+        return torch.device("cpu"), str(error)
+
+
+def _say_disk(
+    model: Any, config: Config, layers: Sequence[int], files: TargetFiles, check: Callable[..., None]
+) -> None:
+    text = model.config.get_text_config()
+    prompts, known = load_prompts(config.prompts), cachefile.read_completions(config.cache_dir)
+    if {prompt.id for prompt in prompts} <= {sample.id for sample in known}:
+        tokens, how = sum(map(len, known)), ""
+    else:
+        tokenizer = load_tokenizer(files, config.target)
+        tokens, how = len(prompts) * config.completions.max_new_tokens, "up to "
+        tokens += sum(
+            len(
+                render_prompt(
+                    tokenizer, p, system=config.prompts.system, enable_thinking=config.prompts.enable_thinking
+                )
+            )
+            for p in prompts
+        )
+    stored = config.extract.store or config.target.dtype
+    needed = tokens * cachefile.token_bytes(len(layers), text.hidden_size, stored, config.extract.target_stats)
+    if config.extract.save_head:
+        tables = 1 if text.tie_word_embeddings else 2
+        needed += tables * text.vocab_size * text.hidden_size * cachefile.DTYPES[config.target.dtype].itemsize
+    folder = config.cache_dir.absolute()
+    free = shutil.disk_usage(next(parent for parent in [folder, *folder.parents] if parent.exists())).free
+    check(
+        f"disk: {how}{gib(needed)} for {tokens:,} tokens, {len(layers)} layers; {gib(free)} free for {config.cache_dir}",
+        "free some space, or set cache_dir to a larger disk, or extract.store: float8" if needed > free else None,
+    )
