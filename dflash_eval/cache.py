@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -257,9 +258,15 @@ class ShardWriter:
             start = int(self.offsets[index]) + len(self.samples[index].prompt_ids) - 1
             self.write(start, {"argmax": torch.from_numpy(argmax), "logprob": torch.from_numpy(logprob)})
 
+    def sync(self) -> None:
+        """Have the disk take what is written so far, so that little is left to wait for at the end."""
+        os.fdatasync(self._file)
+
     def close(self) -> Shard:
-        digest = sha256(self.aside)
-        os.fsync(self._file)
+        with ThreadPoolExecutor(1) as beside:
+            synced = beside.submit(os.fsync, self._file)
+            digest = sha256(self.aside)
+            synced.result()
         self._close_file()
         size = self.aside.stat().st_size
         os.replace(self.aside, self.path)

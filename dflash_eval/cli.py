@@ -96,6 +96,27 @@ def bench_evaluate(
     bench_shape(shape, samples, prompt_tokens, tokens, {"device": device, "dtype": dtype}, typer.echo)
 
 
+@bench_app.command("extract")
+def bench_extract(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose target is loaded")] = None,
+    shape: Annotated[str | None, typer.Option(help="instead of a config: qwen3.6-27b or tiny, random weights")] = None,
+    set_: Overrides = None,
+    device: Annotated[str, typer.Option(help="of --shape: auto, cpu, cuda")] = "auto",
+    batches: Annotated[int, typer.Option(min=1)] = 16,
+    batch_rows: Annotated[int, typer.Option(min=1, help="sequences a batch")] = 8,
+    length: Annotated[int, typer.Option(min=2, help="tokens a sequence")] = 2048,
+    profile: Annotated[Path | None, typer.Option(help="a folder: time the parts too, write a profile there")] = None,
+) -> None:
+    """Time the target's plain forward, and the extraction with its shards on disk, on random tokens."""
+    if (config is None) == (shape is None):
+        raise UserError("give either --config or --shape")
+    where = load_config(config, set_ or []) if config is not None else shape
+    from dflash_eval.bench.extract import bench_extract as run
+
+    assert where is not None
+    run(where, device, batches, batch_rows, length, profile, typer.echo)
+
+
 def _load(path: Path, overrides: list[str] | None) -> Config:
     try:
         return load_config(path, overrides or [])

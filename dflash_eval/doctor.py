@@ -1,4 +1,4 @@
-"""What an extraction needs and what is there: one page before the work, rather than out of memory in the midst of it."""
+"""What an extraction needs and what is there: a page before the work, rather than out of memory in the midst of it."""
 
 from __future__ import annotations
 
@@ -137,6 +137,6 @@ def _say_disk(
     folder = config.cache_dir.absolute()
     free = shutil.disk_usage(next(parent for parent in [folder, *folder.parents] if parent.exists())).free
     check(
-        f"disk: {how}{gib(needed)} for {tokens:,} tokens, {len(layers)} layers; {gib(free)} free for {config.cache_dir}",
+        f"disk: {how}{gib(needed)}, {tokens:,} tokens in {len(layers)} layers; {gib(free)} free at {config.cache_dir}",
         "free some space, or set cache_dir to a larger disk, or extract.store: float8" if needed > free else None,
     )

@@ -67,7 +67,7 @@ class _Enough(Exception):
 def run_body(
     target: Target, ids: Tensor, layers: Sequence[int], keep: Callable[[int, Tensor], None], whole: bool
 ) -> Any:
-    """Run the decoder on ids [rows, width]; `keep(layer, states [rows, width, hidden])` gets the wanted layers' outputs.
+    """Run the decoder on ids [rows, width]; `keep(layer, states [rows, width, hidden])` gets each wanted layer's.
 
     whole: also what follows the last wanted layer, up to the head: returns the body's own output. Hooks rather than
     `output_hidden_states`: that list holds the last layer's state after the final norm, and all other layers'.

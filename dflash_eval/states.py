@@ -124,6 +124,7 @@ def write_states(
                 for rows, columns in compute([samples[i] for i in batch]):
                     tokens = sum(map(len, rows))
                     filling.do(partial(_fill, writer, first, *ring.to_host(columns), times))
+                    filling.do(partial(closing.do, writer.sync))
                     first += tokens
                     times.tokens += tokens
                     advance(tokens)

@@ -54,7 +54,7 @@ def synthetic(
     samples of `prompt_tokens` + `tokens` tokens each. The numbers are drawn on `device`.
     """
     raw = {"architectures": ["DFlashDraftModel"], **SHAPES[shape]}
-    rows = _random_samples(samples, prompt_tokens, tokens, raw["vocab_size"])
+    rows = random_samples(samples, prompt_tokens, prompt_tokens + tokens, raw["vocab_size"])
     config = Config.model_validate({
         "name": shape,
         "target": {"model": "random"},
@@ -69,8 +69,8 @@ def synthetic(
     return config
 
 
-def _random_samples(samples: int, prompt_tokens: int, tokens: int, vocabulary: int) -> list[Sample]:
-    ids = np.random.default_rng(0).integers(vocabulary, size=(samples, prompt_tokens + tokens)).tolist()
+def random_samples(samples: int, prompt_tokens: int, length: int, vocabulary: int) -> list[Sample]:
+    ids = np.random.default_rng(0).integers(vocabulary, size=(samples, length)).tolist()
     return [
         Sample(f"random-{i}", "", row[:prompt_tokens], row[prompt_tokens:], "", "length") for i, row in enumerate(ids)
     ]
