@@ -51,6 +51,8 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     from dflash_eval.report import print_report
 
     results = run(settings)
+    if ranks.rank() > 0:
+        sys.exit(1 if results["failed"] else 0)
     print_report(results, Console())
     typer.echo(f"written: {settings.results_dir}/results.json, report.md", err=True)
     if results["failed"]:
@@ -60,7 +62,7 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
 
 @app.command()
 def doctor(config: ConfigPath, set_: Overrides = None) -> None:
-    """Say whether an extraction would find what it needs: software, kernels, GPU memory, disk, and who is in the way."""
+    """Say whether an extraction finds what it needs: software, kernels, GPU memory, disk; and who is in the way."""
     settings = _load(config, set_)
     from dflash_eval.doctor import doctor as run
 

@@ -15,8 +15,12 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from dflash_eval import ranks
+from dflash_eval.acceptance.walks import Walk
 from dflash_eval.cache import DTYPES, Cache, Manifest, differences
 from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import check_weights, load_drafter, read_config
@@ -29,6 +33,7 @@ from dflash_eval.report import write_report
 from dflash_eval.summary import compare, summarise
 
 Drafter = tuple[DrafterSpec, DrafterConfig]
+Walked = tuple[list[list[Walk]], NDArray[np.float64] | None]  # what walk_samples gives
 Failures = dict[str, UserError | RunError]  # by the drafter's name
 
 
@@ -37,28 +42,40 @@ def evaluate(config: Config) -> dict[str, Any]:
 
     What can be wrong with config, cache and checkpoints is looked for before the first draft is made. A drafter that
     fails, then or later, is said at once and stands under "failed" in the results; the others are judged all the
-    same. Raises the first one's error when all fail.
+    same. Raises the first one's error when all fail. Under torchrun every rank walks its part of the samples; all
+    return the same results, and rank 0 writes them.
     """
+    with ranks.group():
+        return _evaluate(config)
+
+
+def _evaluate(config: Config) -> dict[str, Any]:
     if not config.drafters:
         raise UserError("no drafters to evaluate: list them under drafters in the config")
-    _check_writable(config.results_dir)
-    cache = Cache(config.cache_dir)
-    _check_cache(cache, config)
+    ranks.from_first(lambda: _check_writable(config.results_dir))
+    cache = ranks.in_turn(lambda: _fitting_cache(config))
     device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
     failures: Failures = {}
-    drafters, weights = _checked(config, cache.manifest, failures)
+    drafters, weights = ranks.in_turn(lambda: _checked(config, cache.manifest, failures))
     shared = Counter(layer for _, drafter in drafters for layer in set(drafter.target_layer_ids))
     cache.hold([layer for layer, users in shared.items() if users > 1], free_bytes(torch.device("cpu")) // 4)
     embedding, lm_head = cache.head()
     # The embedding stays as it is stored: of a large vocabulary few rows are looked up, and they are cast then.
     embedding, lm_head = embedding.to(device), lm_head.to(device, dtype)
 
-    def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> dict[str, Any]:
-        drafter = load_drafter(spec, drafter_config, device, dtype)
-        walks, expected = walk_samples(drafter, cache, embedding, lm_head, config.evaluate, advance)
-        return summarise(spec, drafter_config, cache.samples, walks, expected, config.evaluate)
+    part = cache.part(ranks.rank(), ranks.size())
 
-    judged = _side_by_side(judge, drafters, cache, _workers(len(drafters), weights * dtype.itemsize, device), failures)
+    def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> Walked:
+        drafter = load_drafter(spec, drafter_config, device, dtype)
+        return walk_samples(drafter, part, embedding, lm_head, config.evaluate, advance)
+
+    own = _side_by_side(judge, drafters, part, _workers(len(drafters), weights * dtype.itemsize, device), failures)
+    walked = _from_all_ranks(own, len(cache.samples), failures)
+    judged = [
+        summarise(spec, drafter_config, cache.samples, *walked[spec.name], config.evaluate)
+        for spec, drafter_config in drafters
+        if spec.name in walked
+    ]
     results = {
         "schema_version": 1,
         "name": config.name,
@@ -86,8 +103,36 @@ def evaluate(config: Config) -> dict[str, Any]:
             "seed": config.evaluate.seed,
         },
     }
-    write_report(results, config.results_dir)
+    ranks.from_first(lambda: write_report(results, config.results_dir))
     return results
+
+
+def _fitting_cache(config: Config) -> Cache:
+    cache = Cache(config.cache_dir)
+    _check_cache(cache, config)
+    return cache
+
+
+def _from_all_ranks(own: dict[str, Walked], samples: int, failures: Failures) -> dict[str, Walked]:
+    """Each drafter's walks of all samples; one that failed on any rank has failed."""
+    everywhere = ranks.gather((own, failures))
+    for _, failed in everywhere:
+        for name in failed.keys() - failures.keys():
+            failures[name] = failed[name]
+            if ranks.rank() == 0:
+                say(f"{name} failed: {failed[name]}")
+    whole: dict[str, Walked] = {}
+    for name in own.keys() - failures.keys():
+        walks: list[list[Walk]] = [[] for _ in range(samples)]
+        expected = None if own[name][1] is None else np.full(samples, np.nan)
+        for rank, (parts, _) in enumerate(everywhere):
+            walks[rank :: len(everywhere)] = parts[name][0]
+            if expected is not None:
+                expected[rank :: len(everywhere)] = parts[name][1]
+        whole[name] = walks, expected
+    if failures and not whole:
+        raise next(iter(failures.values()))
+    return whole
 
 
 def _check_writable(folder: Path) -> None:
@@ -133,7 +178,8 @@ def _fail(spec: DrafterSpec, error: UserError | RunError, failures: Failures, dr
     failures[spec.name] = error
     if len(failures) == drafters:
         raise next(iter(failures.values()))
-    say(f"{spec.name} failed, the others go on: {error}")
+    if ranks.rank() == 0:
+        say(f"{spec.name} failed, the others go on: {error}")
 
 
 def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest) -> None:
@@ -168,17 +214,17 @@ def _workers(drafters: int, weight_bytes: int, device: torch.device) -> int:
 
 
 def _side_by_side(
-    judge: Callable[[DrafterSpec, DrafterConfig, Callable[[int], None]], dict[str, Any]],
+    judge: Callable[[DrafterSpec, DrafterConfig, Callable[[int], None]], Walked],
     drafters: Sequence[Drafter],
     cache: Cache,
     workers: int,
     failures: Failures,
-) -> list[dict[str, Any]]:
+) -> dict[str, Walked]:
     """`judge` for every drafter, in `workers` threads that share the cores; those that fail are left out."""
     threads, stop, failed_before = torch.get_num_threads(), Event(), len(failures)
     total = sum(len(sample.completion_ids) for sample in cache.samples)
 
-    def work(spec: DrafterSpec, drafter_config: DrafterConfig) -> dict[str, Any]:
+    def work(spec: DrafterSpec, drafter_config: DrafterConfig) -> Walked:
         torch.set_num_threads(max(1, threads // workers))
         with bar(spec.name, total) as advance:
 
@@ -189,13 +235,13 @@ def _side_by_side(
 
             return judge(spec, drafter_config, step)
 
-    judged = []
+    walked = {}
     with bars("anchors") as bar, ThreadPoolExecutor(workers) as pool:
         pending = [(drafter, pool.submit(work, *drafter)) for drafter in drafters]
         try:
             for (spec, _), future in pending:
                 try:
-                    judged.append(future.result())
+                    walked[spec.name] = future.result()
                 except (UserError, RunError) as error:
                     named = type(error)(f"{spec.name} ({spec.checkpoint}): {error}")
                     _fail(spec, named, failures, failed_before + len(drafters))
@@ -208,4 +254,4 @@ def _side_by_side(
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             torch.set_num_threads(threads)
-    return judged
+    return walked

@@ -136,7 +136,7 @@ def _of_shape(shape: str, device: torch.device) -> tuple[Target, list[int], str]
     drafter = SHAPES[shape]
     kept = {key: drafter[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    with torch.device(device), torch.inference_mode():
+    with torch.device(device), torch.no_grad():
         model = AutoModelForCausalLM.from_config(
             Qwen3_5TextConfig(**kept, **TARGETS[shape]), dtype=getattr(torch, dtype)
         ).eval()
