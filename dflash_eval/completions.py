@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from dflash_eval.batches import plan_batches
 from dflash_eval.cache import Sample
 from dflash_eval.config import CompletionsConfig
 from dflash_eval.errors import UserError
+from dflash_eval.machine import Pieces
 from dflash_eval.progress import progress
 from dflash_eval.target import Target
+
+COMPILING_PAYS = 4096  # decoding steps, of some 20 ms less each
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,22 @@ def generate(
     todo = [(n, b) for n, b in enumerate(batches) if not all(prompts[i].id in have for i in b)]
     todo = ranks.deal(todo, [len(batch) for _, batch in todo])
     total = sum(len(batch) for _, batch in todo) * config.max_new_tokens
+    static = _static_cache_pays(target, len(batches) * config.max_new_tokens)
+    pieces = Pieces(max(map(len, batches), default=1), "prompts")
     with progress("generate", total) as advance:
         for number, batch in todo:
             torch.manual_seed(config.seed + number)
             rows = [prompts[i] for i in batch]
-            ids = generate_batch(target, [row.ids for row in rows], config, stop_ids, advance)
+            ids = list(
+                chain.from_iterable(
+                    pieces.run(
+                        len(rows),
+                        lambda some, rows=rows: generate_batch(  # type: ignore[misc]
+                            target, [row.ids for row in rows[some]], config, stop_ids, advance, static
+                        ),
+                    )
+                )
+            )
             yield [
                 Sample(
                     id=row.id,
@@ -74,8 +89,12 @@ def generate_batch(
     config: CompletionsConfig,
     stop_ids: Sequence[int],
     advance: Callable[[int], None] = lambda _: None,
+    static: bool = False,
 ) -> list[list[int]]:
-    """Completion ids of left-padded prompts; every row ends by a stop token or at max_new_tokens."""
+    """Completion ids of left-padded prompts; every row ends by a stop token or at max_new_tokens.
+
+    static: on a static cache, with which transformers compiles the decoding step into CUDA graphs on a GPU.
+    """
     width = max(map(len, prompts))
     pad = stop_ids[0] if stop_ids else 0
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
@@ -91,6 +110,7 @@ def generate_batch(
                 max_new_tokens=config.max_new_tokens,
                 eos_token_id=list(stop_ids) or None,
                 pad_token_id=pad,
+                **({"cache_implementation": "static"} if static else {}),
                 **(sampled if config.temperature > 0 else {"do_sample": False}),
             ),
             stopping_criteria=StoppingCriteriaList([_Advance(advance, len(prompts))]),
@@ -98,6 +118,18 @@ def generate_batch(
     finally:
         target.model.generation_config = kept
     return [_until_stop(row, stop_ids) for row in output[:, width:].tolist()]
+
+
+def _static_cache_pays(target: Target, steps: int) -> bool:
+    """Whether compiling the decoding step is won back in so many steps, where the model can be compiled at all:
+    linear attention's kernels cannot be, in one graph.
+    """
+    kinds = set(getattr(target.model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    compiles = getattr(target.model, "_can_compile_fullgraph", False) and kinds <= {
+        "full_attention",
+        "sliding_attention",
+    }
+    return target.device.type == "cuda" and compiles and steps >= COMPILING_PAYS
 
 
 class _Advance(StoppingCriteria):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from dflash_eval.bench.baselines import accepted_by_heap
 from dflash_eval.bench.ceiling import matmul_ceiling
 from dflash_eval.bench.evaluate import bench_evaluate, bench_shape
+from dflash_eval.bench.extract import bench_extract
 from dflash_eval.bench.matmuls import Matmuls
 from dflash_eval.errors import UserError
 
@@ -62,3 +63,19 @@ def test_the_baselines_walk_as_the_evaluation_does(tiny):
 def test_an_unknown_shape_is_told_with_those_there_are():
     with pytest.raises(UserError, match=r"--shape huge: not one of qwen3\.6-27b, tiny"):
         bench_shape("huge", 1, 4, 4, {"device": "cpu"}, print)
+
+
+def test_extraction_is_timed_beside_the_plain_forward_part_by_part(tmp_path):
+    lines: list[str] = []
+    figures = bench_extract("tiny", "cpu", 2, 2, 24, tmp_path / "profile", lines.append)
+    assert figures["tokens"] == 2 * 2 * 24
+    # Ours ends before layer 7, a full attention one (gated queries, output, keys and values, MLP), and the head.
+    last_layer = 64 * 256 + 128 * 64 + 2 * 64 * 64 + 3 * 64 * 128
+    assert figures["plain"]["flops"] - figures["ours"]["flops"] == 2 * 2 * 24 * (last_layer + 64 * 5000)
+    assert set(figures) >= {"plain", "eager", "computed", "copied", "unsettled", "stats", "ours"}
+    assert 0 <= figures["shares"]["target_waited"] <= 1
+    assert "x plain" in lines[-1]
+    assert "GB/s written" in lines[-1]
+    assert "aten::" in (tmp_path / "profile" / "extract-profile.txt").read_text()
+    with pytest.raises(UserError, match=r"--shape huge: not one of qwen3\.6-27b, tiny"):
+        bench_extract("huge", "cpu", 1, 1, 4, None, print)

@@ -45,6 +45,26 @@ def datasets(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
+def assert_same_samples(ours: Path, theirs: Path) -> None:
+    """The same samples with the same bits, however they are spread over shards."""
+    a, b = (Cache(folder) for folder in (ours, theirs))
+    assert a.samples == b.samples
+    for sample in a.samples:
+        for layer in a.manifest.layers:
+            assert torch.equal(a.features(sample.id, [layer]), b.features(sample.id, [layer]))
+    for column in ("argmax", "logprob"):
+        np.testing.assert_array_equal(*(by_sample(folder, column) for folder in (ours, theirs)))
+
+
+def by_sample(folder: Path, column: str) -> np.ndarray:
+    rows = {}
+    for path in folder.glob("states-*.h5"):
+        with h5py.File(path) as file:
+            offsets, ids = file["offsets"][:], file["sample_ids"].asstr()[:]
+            rows.update({i: file[column][a:b] for i, a, b in zip(ids, offsets, offsets[1:], strict=False)})
+    return np.concatenate([rows[i] for i in sorted(rows)])
+
+
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Equal but for float32 rounding, which a batch's shape may change."""
     assert (ours - theirs).norm() / theirs.norm() < 1e-5
