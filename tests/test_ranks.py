@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,6 @@ def test_shares_cover_the_work_in_order_and_are_even(monkeypatch):
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("WORLD_SIZE", str(size))
             shares.append(ranks.deal(range(9), weights))
-        assert sum(shares, []) == list(range(9))
+        assert [*chain.from_iterable(shares)] == list(range(9))
         heaviest = max(sum(weights[i] for i in share) for share in shares)
         assert heaviest <= sum(weights) / size + max(weights)
