@@ -46,6 +46,8 @@ class Sample:
     completion_ids: list[int]
     text: str
     finish_reason: str  # "stop" (a stop token) | "length" (max_new_tokens) | "file" (not known)
+    category: str | None = None
+    served: dict[str, Any] | None = None  # of a server's completion: how its token ids came, its verification steps
 
     @property
     def input_ids(self) -> list[int]:
@@ -146,7 +148,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def append_completions(folder: Path, samples: Sequence[Sample]) -> None:
     """Append whole lines and make them durable."""
-    lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+    lines = "".join(map(_line, samples))
     with open(folder / "completions.jsonl", "a", encoding="utf-8") as handle:
         handle.write(lines)
         handle.flush()
@@ -154,8 +156,35 @@ def append_completions(folder: Path, samples: Sequence[Sample]) -> None:
 
 
 def write_completions(folder: Path, samples: Sequence[Sample]) -> None:
-    lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
-    write_atomically(folder / "completions.jsonl", "".join(lines))
+    write_atomically(folder / "completions.jsonl", "".join(map(_line, samples)))
+
+
+def _line(sample: Sample) -> str:
+    kept = {key: value for key, value in asdict(sample).items() if value is not None}
+    return json.dumps(kept, ensure_ascii=False) + "\n"
+
+
+def write_completions_record(folder: Path, settings: dict[str, Any], provenance: dict[str, Any]) -> None:
+    """Beside completions that were fetched before there is a manifest: what they answer to, and who gave them."""
+    record = {"settings": settings, "provenance": provenance}
+    write_atomically(folder / "completions.json", json.dumps(record, indent=2) + "\n")
+
+
+def read_completions_record(folder: Path) -> dict[str, Any] | None:
+    """{"settings", "provenance"}; None where there is none."""
+    path = folder / "completions.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {"settings": dict(record["settings"]), "provenance": dict(record["provenance"])}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not readable ({error}); remove it and completions.jsonl to fetch anew") from None
+
+
+def delete_completions(folder: Path) -> None:
+    for name in ("completions.json", "completions.jsonl"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_head(folder: Path, tensors: dict[str, Tensor]) -> str:
@@ -265,8 +294,9 @@ def read_manifest(folder: Path) -> Manifest | None:
                 "extract again with --force"
             )
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
-        # Caches from before these keys were drawn from all tokens.
+        # Caches from before these keys: all tokens were drawn from, and prompts were chats.
         manifest.settings["completions"] = {"top_k": 0, "top_p": 1.0, **manifest.settings["completions"]}
+        manifest.settings["prompts"] = {"raw": False, **manifest.settings.get("prompts", {})}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:

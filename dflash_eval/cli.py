@@ -43,6 +43,20 @@ def extract(
 
 
 @app.command()
+def completions(
+    config: ConfigPath,
+    set_: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="fetch anew what does not fit the config")] = False,
+) -> None:
+    """Fetch the completions from the server that serves the target, while it runs; extract goes on from them."""
+    settings = load_config(config, set_ or [])
+    from dflash_eval.fetching import fetch
+
+    fetch(settings, force=force, say=lambda line: typer.echo(line, err=True))
+    typer.echo(f"written: {settings.cache_dir}/completions.jsonl", err=True)
+
+
+@app.command()
 def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     """Phase 2: judge the config's drafters from the cache; the target is not needed."""
     settings = load_config(config, set_ or [])

@@ -23,13 +23,12 @@ from dflash_eval import completions
 from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
 from dflash_eval.batches import plan_batches
 from dflash_eval.cache import Manifest, Sample, ShardWriter
-from dflash_eval.completions import RenderedPrompt
 from dflash_eval.config import Config
 from dflash_eval.drafter.checkpoint import read_config
 from dflash_eval.errors import RunError, UserError
 from dflash_eval.machine import device_name, software
 from dflash_eval.progress import progress
-from dflash_eval.prompts import has_chat_template, load_prompts, render_prompt, stop_token_ids
+from dflash_eval.prompts import Prompt, RenderedPrompt, has_chat_template, load_prompts, render_turn, stop_token_ids
 from dflash_eval.target import (
     Target,
     TargetFiles,
@@ -54,20 +53,12 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
     tokenizer = load_tokenizer(files, config.target)
     if not has_chat_template(tokenizer):
         say(f"{config.target.model} has no chat template: the prompts go in as plain text")
-    prompts = [
-        RenderedPrompt(
-            prompt.id,
-            prompt.turns[0],
-            render_prompt(
-                tokenizer, prompt, system=config.prompts.system, enable_thinking=config.prompts.enable_thinking
-            ),
-        )
-        for prompt in load_prompts(config.prompts)
-    ]
+    prompts = load_prompts(config.prompts)
     settings = config.cache_settings()
     settings["target"]["fingerprint"] = files.fingerprint()
     settings["tokenizer"] = {"fingerprint": tokenizer_fingerprint(tokenizer)}
-    settings["prompts"]["fingerprint"] = _digest([prompt.ids for prompt in prompts])
+    asked = [render_turn(tokenizer, prompt, config.prompts).ids for prompt in prompts]
+    settings["prompts"]["fingerprint"] = _digest(asked + [prompt.turns[1:] for prompt in prompts if prompt.turns[1:]])
     if config.completions.file is not None:
         settings["completions"]["fingerprint"] = _digest_file(config.completions.file)
 
@@ -78,6 +69,11 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
                 cachefile.check_shard(folder, shard)
             say(f"{folder} is complete: {len(manifest.shards)} shards, layers {_join(manifest.layers)}")
             return folder
+        if config.completions.source == "server":  # before the target is loaded: the server may hold the GPUs
+            from dflash_eval.fetching import check_gpu_room, fetch_missing
+
+            fetch_missing(folder, config, tokenizer, files, prompts, say)
+            check_gpu_room(config, files)
         target = load_target(files, config.target)
         say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
         beyond = [layer for layer in layers if layer >= len(target.layers)]
@@ -94,6 +90,8 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         _states(folder, manifest, samples, target)
         if config.extract.save_head:
             manifest.head_sha256 = cachefile.write_head(folder, target.head())
+        if (record := cachefile.read_completions_record(folder)) is not None:
+            manifest.provenance["completions"] = record["provenance"]
         manifest.complete = True
         cachefile.write_manifest(folder, manifest)
     tokens = sum(shard.tokens for shard in manifest.shards)
@@ -125,7 +123,7 @@ def _existing(
     if manifest is None:
         if force or not any(folder.glob("states-*.h5")):
             cachefile.delete_states(folder)
-            (folder / "completions.jsonl").unlink(missing_ok=True)
+            _keep_fetched(folder, settings, force, say)
             return None
         raise UserError(f"{folder}: shards without a manifest; remove the folder, or overwrite it with --force")
     if not manifest.shards and not cachefile.read_completions(folder):  # a run that failed before it had made anything
@@ -148,10 +146,31 @@ def _existing(
         )
     cachefile.delete_states(folder)
     if different:
-        (folder / "completions.jsonl").unlink(missing_ok=True)
+        cachefile.delete_completions(folder)
     else:
         say(f"{folder}: completions kept, states extracted anew")
     return None
+
+
+def _keep_fetched(folder: Path, settings: dict[str, Any], force: bool, say: Callable[[str], None]) -> None:
+    """Completions without a manifest: those that were fetched for this config stay, others go (with `force`)."""
+    record = cachefile.read_completions_record(folder)
+    if record is not None:
+        known = record["settings"]
+        wanted = {
+            section: {key: settings[section].get(key) for key in keys}
+            for section, keys in known.items()
+            if section in settings
+        }
+        different = cachefile.differences(known, wanted)
+        if not different:
+            return
+        if not force:
+            raise UserError(
+                f"{folder} holds the completions of something else: {different[0]}\n"
+                "give the config another name, or overwrite them with --force"
+            )
+    cachefile.delete_completions(folder)
 
 
 def _new_manifest(config: Config, settings: dict[str, Any], layers: list[int], target: Target) -> Manifest:
@@ -180,46 +199,52 @@ def _completions(
     config: Config,
     target: Target,
     tokenizer: Any,
-    prompts: Sequence[RenderedPrompt],
+    prompts: Sequence[Prompt],
     say: Callable[[str], None],
 ) -> list[Sample]:
-    """The completions in the prompts' order; those that an earlier run finished are not made again."""
+    """The completions in the prompts' order; those that an earlier run finished are not made again.
+
+    Conversations are answered turn by turn, the same turn of all in batches.
+    """
     done = cachefile.read_completions(folder)
-    if {prompt.id for prompt in prompts} <= {sample.id for sample in done}:
-        return _in_order(done, prompts)
-    if config.completions.source == "server":
-        raise UserError(
-            "completions.source: server: this version does not fetch completions itself\n"
-            "save them as JSONL (id, completion_ids or text) and set completions.source: file, completions.file: PATH"
-        )
-    if config.completions.source == "file":
-        assert config.completions.file is not None
-        samples = completions.read_file(
-            config.completions.file, tokenizer, prompts, config.completions.max_new_tokens, target.vocab_size
-        )
-        _check_positions(target, samples, 0)
-        cachefile.write_completions(folder, samples)
-        return samples
-    _check_positions(target, prompts, config.completions.max_new_tokens)
+    wanted = [sample_id for prompt in prompts for sample_id in prompt.sample_ids]
+    if set(wanted) <= {sample.id for sample in done}:
+        return _in_order(done, wanted)
     stop_ids = stop_token_ids(tokenizer, target.model.generation_config)
     cachefile.write_completions(folder, done)  # drops a line that a killed run left unfinished
-    for batch in completions.generate(
-        target, tokenizer, prompts, config.completions, stop_ids, config.extract.max_batch_tokens, done
-    ):
-        cachefile.append_completions(folder, batch)
-        done += batch
-    stopped = sum(sample.finish_reason == "stop" for sample in done)
-    say(f"{stopped} of {len(done)} completions ended by a stop token")
-    samples = _in_order(done, prompts)
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        answers = {sample.id: sample.text for sample in done}
+        rows = [
+            render_turn(tokenizer, prompt, config.prompts, [answers[i] for i in prompt.sample_ids[:turn]])
+            for prompt in prompts
+            if turn < len(prompt.turns)
+        ]
+        if config.completions.source == "file":
+            assert config.completions.file is not None
+            limit = config.completions.max_new_tokens
+            made = completions.read_file(config.completions.file, tokenizer, rows, limit, target.vocab_size)
+            _check_positions(target, made, 0)
+            done += made
+            continue
+        _check_positions(target, rows, config.completions.max_new_tokens)
+        for batch in completions.generate(
+            target, tokenizer, rows, config.completions, stop_ids, config.extract.max_batch_tokens, done
+        ):
+            cachefile.append_completions(folder, batch)
+            done += batch
+    samples = _in_order(done, wanted)
     cachefile.write_completions(folder, samples)
+    if config.completions.source == "generate":
+        stopped = sum(sample.finish_reason == "stop" for sample in samples)
+        say(f"{stopped} of {len(samples)} completions ended by a stop token")
     return samples
 
 
-def _in_order(done: Sequence[Sample], prompts: Sequence[RenderedPrompt]) -> list[Sample]:
+def _in_order(done: Sequence[Sample], wanted: Sequence[str]) -> list[Sample]:
     by_id = {
         sample.id: sample for sample in done
     }  # a batch that a killed run left in part stands twice: the last counts
-    return [by_id[prompt.id] for prompt in prompts]
+    return [by_id[sample_id] for sample_id in wanted]
 
 
 def _check_positions(target: Target, rows: Sequence[RenderedPrompt] | Sequence[Sample], new_tokens: int) -> None:

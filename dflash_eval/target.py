@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from dflash_eval.cache import DTYPES
 from dflash_eval.config import TargetConfig
@@ -25,7 +25,8 @@ from dflash_eval.errors import UserError
 from dflash_eval.machine import pick_device
 from dflash_eval.sources import fingerprint, resolve
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+MODEL_FILES = (*TEXT_FILES, "*.safetensors")
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}  # what pip calls the packages
 
 
@@ -69,8 +70,9 @@ class TargetFiles:
     gguf: str | None
 
     @classmethod
-    def find(cls, config: TargetConfig) -> TargetFiles:
-        path = resolve(config.model, config.revision, MODEL_FILES)
+    def find(cls, config: TargetConfig, weights: bool = True) -> TargetFiles:
+        """Without `weights` a hub's are not fetched: enough for the tokenizer and the configs."""
+        path = resolve(config.model, config.revision, MODEL_FILES if weights else TEXT_FILES)
         if path.is_dir():
             return cls(path, None)
         if path.suffix != ".gguf":
@@ -89,6 +91,15 @@ def load_tokenizer(files: TargetFiles, config: TargetConfig) -> Any:
         return AutoTokenizer.from_pretrained(
             files.folder, trust_remote_code=config.trust_remote_code, **files.arguments()
         )
+
+
+def load_generation_config(files: TargetFiles) -> Any:
+    """The target's generation defaults; None where it has none of its own."""
+    if files.gguf or not (files.folder / "generation_config.json").exists():
+        return None
+    with suppress(OSError, ValueError):
+        return GenerationConfig.from_pretrained(files.folder)
+    return None
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
