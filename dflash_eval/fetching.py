@@ -30,6 +30,7 @@ from dflash_eval.prompts import (
     template_options,
 )
 from dflash_eval.replies import Reply, request_body, to_sample
+from dflash_eval.report import completion_warnings
 from dflash_eval.server import Server, is_local, shown_url
 from dflash_eval.target import TargetFiles, load_generation_config, load_tokenizer, tokenizer_fingerprint
 
@@ -229,26 +230,7 @@ def summary(provenance: dict[str, Any], samples: Sequence[Sample]) -> list[str]:
         f"{len(samples)} completions from {provenance['server']} ({provenance['model']}), {stopped} ended by a stop "
         f"token, {provenance['tries_again']} requests tried again"
     ]
-    return [*lines, *warnings(provenance)]
-
-
-def warnings(provenance: dict[str, Any]) -> list[str]:
-    """What makes fetched completions less than what the engine really produced; also for the report."""
-    lines = []
-    again = provenance["token_ids"].get("text", 0)
-    if again:
-        lines.append(
-            f"{again} of {provenance['completions']} completions came as text and were tokenised again; of "
-            f"{provenance['differ']} of all, tokens and text do not match: a wrong token lowers τ there"
-        )
-    elif provenance["differ"]:
-        lines.append(f"{provenance['differ']} of {provenance['completions']} completions: token ids and text differ")
-    if provenance["prompts_differ"]:
-        lines.append(
-            f"the server read {provenance['prompts_differ']} of {provenance['completions']} prompts otherwise than the "
-            "target's chat template writes them: look at its template, system prompt and thinking mode"
-        )
-    return lines
+    return [*lines, *completion_warnings(provenance)]
 
 
 def needs_gpu(config: Config) -> bool:

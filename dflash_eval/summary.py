@@ -40,6 +40,7 @@ def summarise(
 
     chain = [sample[0].committed for sample in walks]
     tokens, cycles = (np.array([measure(lengths) for lengths in chain], dtype=np.float64) for measure in (sum, len))
+    means = prompt_means(chain)
     return {
         "name": spec.name,
         "reference": spec.reference,
@@ -59,9 +60,20 @@ def summarise(
         "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.block_size - 1),
         "expected_tau": None if expected is None else tau(expected),
         "expected_tau_ci95": None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed),
+        "categories": [
+            {
+                "category": name,
+                "samples": len(inside),
+                "tau": tau(means[inside]),
+                "tau_ci95": bootstrap_interval(means[inside], config.bootstrap, config.seed),
+                "tau_micro": tau_micro([chain[i] for i in inside]),
+            }
+            for name, inside in _categories(samples).items()
+        ],
         "samples": [
             {
                 "id": sample.id,
+                "category": sample.category,
                 "acceptance_lengths": own[0].committed,
                 "ddtree_width": own[1].committed,
                 "ddtree_budget": {str(n): own[2 + i].committed for i, n in enumerate(config.budgets)},
@@ -69,6 +81,14 @@ def summarise(
             for sample, own in zip(samples, walks, strict=True)
         ],
     }
+
+
+def _categories(samples: Sequence[Sample]) -> dict[str | None, list[int]]:
+    """The samples of each category, in order of appearance; none where no prompt has one."""
+    found: dict[str | None, list[int]] = {}
+    for index, sample in enumerate(samples):
+        found.setdefault(sample.category, []).append(index)
+    return {} if list(found) == [None] else found
 
 
 def compare(judged: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[dict[str, Any]]:

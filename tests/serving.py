@@ -114,7 +114,7 @@ class Serving:
                     return
                 if self.path == "/v1/models" and serving.models:
                     self.send(200, {"data": [{"id": name, "root": name} for name in serving.models]})
-                elif self.path == "/metrics" and serving.drafts:
+                elif self.path == "/metrics" and serving.cycles:
                     counts = {"drafts": serving.drafts, "accepted_tokens": serving.accepted, "draft_tokens": 99}
                     lines = [f'vllm:spec_decode_num_{k}_total{{engine="0"}} {float(v)}' for k, v in counts.items()]
                     self.send(200, "\n".join(["# HELP x", *lines, ""]).encode())
