@@ -71,6 +71,26 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
         raise RunError(f"{len(results['failed'])} of {len(settings.drafters)} drafters failed: {names} (see above)")
 
 
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="a folder of .safetensors (vLLM), .ckpt or .pt (SpecForge) files")],
+    config: ConfigPath,
+    layers: Annotated[str, typer.Option(help="the layers that the files hold, in their order: 1,16,31,46,61")],
+    ids_from: Annotated[int, typer.Option(min=0, max=1, help="what --layers calls the first layer; vLLM: 1")] = 0,
+    set_: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a cache that is there")] = False,
+) -> None:
+    """Make a cache of hidden states that vLLM or SpecForge saved; evaluate then needs no extraction."""
+    settings = load_config(config, set_ or [])
+    try:
+        numbers = [int(layer) - ids_from for layer in layers.split(",")]
+    except ValueError:
+        raise UserError(f"--layers {layers}: not numbers with commas between") from None
+    from dflash_eval.importing import import_states
+
+    import_states(settings, source, numbers, force=force, say=lambda line: typer.echo(line, err=True))
+
+
 @bench_app.command("evaluate")
 def bench_evaluate(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose cache exists")] = None,

@@ -342,7 +342,7 @@ def _forward(target: Target, batch: Sequence[Sample], manifest: Manifest, writer
             writer.write_hidden(first + row, layer, kept[row, : len(sample)])
     if not stats:
         return
-    argmax, logprob = _token_stats(
+    argmax, logprob = token_stats(
         logits, ids.flatten()[(positions + 1).to(ids.device)], manifest.sampling() or Sampling()
     )
     start = 0
@@ -352,7 +352,7 @@ def _forward(target: Target, batch: Sequence[Sample], manifest: Manifest, writer
         start = end
 
 
-def _token_stats(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+def token_stats(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """logits [rows, vocabulary], tokens [rows] → the argmax (int32) and the tokens' log-probability (float32).
 
     The log-probability is that of the distribution the tokens were sampled from; of temperature 1 where they were not.

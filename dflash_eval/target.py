@@ -56,7 +56,7 @@ class Target:
         head = self.model.get_output_embeddings().weight
         if head is not embedding and not (head.data_ptr() == embedding.data_ptr() and head.shape == embedding.shape):
             tensors["lm_head.weight"] = head
-        norm = _final_norm(self.model, self.layers)
+        norm = final_norm(self.model, self.layers)
         if norm is not None:
             tensors["norm.weight"] = norm.weight
         return tensors
@@ -87,7 +87,7 @@ class TargetFiles:
 
 
 def load_tokenizer(files: TargetFiles, config: TargetConfig) -> Any:
-    with _load_errors(config):
+    with load_errors(config):
         return AutoTokenizer.from_pretrained(
             files.folder, trust_remote_code=config.trust_remote_code, **files.arguments()
         )
@@ -115,7 +115,7 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = pick_device(config.device)
-    with _load_errors(config):
+    with load_errors(config):
         auto = AutoModelForCausalLM
         if not files.gguf:  # a GGUF holds no linear attention that needs a kernel, and its config is slow to read
             described = AutoConfig.from_pretrained(files.folder, trust_remote_code=config.trust_remote_code)
@@ -134,7 +134,7 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
 
 
 @contextmanager
-def _load_errors(config: TargetConfig) -> Iterator[None]:
+def load_errors(config: TargetConfig) -> Iterator[None]:
     """Turn what transformers says about unreadable model files into one plain error."""
     try:
         yield
@@ -157,7 +157,7 @@ def find_layers(model: Any) -> nn.ModuleList:
     return lists[decoder[0]]
 
 
-def _final_norm(model: Any, layers: nn.ModuleList) -> Any:
+def final_norm(model: Any, layers: nn.ModuleList) -> Any:
     """The norm that stands beside the decoder layers."""
     for module in model.modules():
         if any(child is layers for child in module.children()):
