@@ -131,10 +131,8 @@ def completion_warnings(provenance: dict[str, Any]) -> list[str]:
     lines, total, differ = [], provenance["completions"], provenance["differ"]
     again = provenance["token_ids"].get("text", 0)
     if again:
-        lines.append(
-            f"{again} of {total} completions came as text and were tokenised again; in {differ} of all, tokens and "
-            "text do not match: a wrong token lowers τ there"
-        )
+        match = f"in {differ}, tokens and text do not match: a wrong token lowers τ there" if differ else "all match"
+        lines.append(f"{again} of {total} completions came as text and were tokenised again; {match}")
     elif differ:
         lines.append(f"In {differ} of {total} completions the server's token ids and its text do not match")
     if provenance["prompts_differ"]:
