@@ -46,7 +46,7 @@ def extract(
 def completions(
     config: ConfigPath,
     set_: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="fetch anew what does not fit the config")] = False,
+    force: Annotated[bool, typer.Option("--force", help="fetch all anew, in place of the cache that is there")] = False,
 ) -> None:
     """Fetch the completions from the server that serves the target, while it runs; extract goes on from them."""
     settings = load_config(config, set_ or [])

@@ -39,8 +39,9 @@ Messages = list[dict[str, str]]
 
 
 def fetch(config: Config, *, force: bool = False, say: Say = print) -> Path:
-    """Fetch the completions that `config.cache_dir` lacks; returns it. The target's weights are not looked at.
+    """Fetch the completions that `config.cache_dir` lacks, or all with `force`, in place of the cache that is there.
 
+    Returns the folder. The target's weights are not looked at.
     Raises UserError for what the user must mend, RunError where the server failed; what came before is kept.
     """
     if config.completions.source != "server":
@@ -54,19 +55,20 @@ def fetch(config: Config, *, force: bool = False, say: Say = print) -> Path:
     prompts = load_prompts(config.prompts)
     settings = completions_settings(config, tokenizer)
     with cachefile.disk_errors(folder), cachefile.lock(folder):
-        if cachefile.read_completions(folder):
+        if force:
+            cachefile.delete_states(folder)
+            cachefile.delete_completions(folder)
+        elif cachefile.read_completions(folder):
             manifest = cachefile.read_manifest(folder)
             record = cachefile.read_completions_record(folder)
-            known = record["settings"] if record else manifest.settings if manifest else {}
-            different = cachefile.differences(known, settings)
-            if different and not force:
+            different = cachefile.differences(
+                record["settings"] if record else manifest.settings if manifest else {}, settings
+            )
+            if different:
                 raise UserError(
                     f"{folder} holds the completions of something else: {different[0]}\n"
                     "give the config another name, or fetch anew with --force"
                 )
-            if different:
-                cachefile.delete_states(folder)
-                cachefile.delete_completions(folder)
         fetch_missing(folder, config, tokenizer, files, prompts, say)
     return folder
 
@@ -89,6 +91,7 @@ def fetch_missing(
     done = {sample.id: sample for sample in cachefile.read_completions(folder)}
     wanted = [sample_id for prompt in prompts for sample_id in prompt.sample_ids]
     if all(sample_id in done for sample_id in wanted):
+        say(f"{folder}: all {len(wanted)} completions are there")
         return
     cachefile.write_completions(folder, list(done.values()))  # drops a line that a killed run left unfinished
     settings = completions_settings(config, tokenizer)
@@ -120,7 +123,7 @@ async def _ask_all(
     done: dict[str, Sample],
     say: Say,
 ) -> dict[str, float]:
-    """Fill `done`; every sample is durable before the next is asked for. Returns what vLLM's counters moved by.
+    """Fill `done`; every sample is durable before the next is asked for. Returns what the server's own counts say.
 
     A prompt whose tries all fail is left for the next run; the others go on, until as many failed as are asked at once.
     """
@@ -175,11 +178,14 @@ async def _ask_all(
                 for task in workers:
                     task.cancel()
         after = await server.spec_counters()
+        average = await server.average_accept_length() if after is None else None
     if failures:
         left = sum(sample_id not in done for _, prompt in todo for sample_id in prompt.sample_ids)
         raise RunError(
-            f"{left} completions are missing, the others are kept; run the same command again\n{failures[0]}"
+            f"{failures[0]}\n{left} completions are missing, the others are kept: run the same command again"
         )
+    if average is not None:
+        return {"average": average}
     if before is None or after is None or after[0] <= before[0]:
         return {}
     return {"drafts": after[0] - before[0], "accepted": after[1] - before[1]}
@@ -190,7 +196,8 @@ def _provenance(
 ) -> dict[str, Any]:
     """Who gave the completions, how their token ids came, and the τ of the engine's own speculative decoding."""
     told = [sample.served or {} for sample in samples]
-    counted = {key: counters[key] + earlier.get("counters", {}).get(key, 0) for key in counters}
+    before = earlier.get("counters", {})
+    counted = {key: value + (before.get(key, 0) if key != "average" else 0) for key, value in counters.items()}
     return {
         "server": server.shown,
         "api": server.path,
@@ -207,7 +214,7 @@ def _provenance(
 
 
 def served_tau(samples: Sequence[Sample], counters: dict[str, float]) -> dict[str, Any] | None:
-    """τ of the engine: by completion from SGLang's verification steps, or one number from vLLM's counters.
+    """τ of the engine: by completion from SGLang's verification steps, or one number from vLLM's counters or SGLang's.
 
     The first token comes from the prefill and not from a verification, as the walks count it.
     """
@@ -217,6 +224,9 @@ def served_tau(samples: Sequence[Sample], counters: dict[str, float]) -> dict[st
         mean = sum(tokens / steps for tokens, steps in pairs) / len(pairs)
         micro = sum(tokens for tokens, _ in pairs) / cycles
         return {"tau": mean, "tau_micro": micro, "completions": len(pairs), "from": "spec_verify_ct by completion"}
+    if "average" in counters:
+        said = "avg_spec_accept_length since the server started"
+        return {"tau": None, "tau_micro": counters["average"], "completions": len(samples), "from": said}
     if counters:
         micro = 1 + counters["accepted"] / counters["drafts"]
         return {"tau": None, "tau_micro": micro, "completions": len(samples), "from": "vllm:spec_decode counters"}

@@ -135,6 +135,19 @@ class Server:
         drafts, accepted = counts
         return None if drafts is None or accepted is None else (drafts, accepted)
 
+    async def average_accept_length(self) -> float | None:
+        """SGLang's average since it started, over all that it served; None where it offers none."""
+        for path in ("/server_info", "/get_server_info"):
+            try:
+                response = await self.client.get(self.url + path, timeout=CONNECT_S)
+                states = response.json()["internal_states"] if response.status_code == 200 else []
+                lengths = [float(state["avg_spec_accept_length"]) for state in states]
+            except (httpx.HTTPError, ValueError, KeyError, TypeError):
+                continue
+            if lengths:
+                return sum(lengths) / len(lengths)
+        return None
+
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
         """Raises RunError for a line that fails or is too slow, UserError for one that never will do."""
         try:

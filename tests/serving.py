@@ -60,6 +60,7 @@ class Serving:
         self.reasoning, self.change, self.delay = reasoning, change, delay
         self.cycles = 0  # verification steps of the pretended speculative decoding, three tokens a step; 0 is none
         self.drafts = self.accepted = 0
+        self.average: float | None = None  # of SGLang's /server_info
         self.asked: Counter[str] = Counter()  # completion requests by text, those of the client's check left out
         self.bodies: list[dict[str, Any]] = []
         self.busy = self.most_busy = 0
@@ -118,6 +119,8 @@ class Serving:
                     counts = {"drafts": serving.drafts, "accepted_tokens": serving.accepted, "draft_tokens": 99}
                     lines = [f'vllm:spec_decode_num_{k}_total{{engine="0"}} {float(v)}' for k, v in counts.items()]
                     self.send(200, "\n".join(["# HELP x", *lines, ""]).encode())
+                elif self.path == "/server_info" and serving.average:
+                    self.send(200, {"internal_states": [{"avg_spec_accept_length": serving.average}]})
                 else:
                     self.error(404, "Not Found")
 
