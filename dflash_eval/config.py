@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -40,6 +41,16 @@ def _folder_name(value: str) -> str:
 def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise _problem(f"must be auto, cpu, cuda or cuda:<number>, not {_shown(value)}")
+    return value
+
+
+def _url(value: str) -> str:
+    try:
+        whole = bool(urlsplit(value).hostname) and urlsplit(value).port != 0
+    except ValueError:
+        whole = False
+    if not whole:  # not shown: it may hold a password
+        raise _problem("must be the URL of a server, as http://127.0.0.1:30000")
     return value
 
 
@@ -107,7 +118,7 @@ class PromptsConfig(Section):
 class ServerConfig(Section):
     """An inference server to ask for completions."""
 
-    base_url: Annotated[str, Field(pattern=r"^https?://\S+$")] = "http://127.0.0.1:30000"
+    base_url: Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(_url)] = "http://127.0.0.1:30000"
     api: Literal["openai", "sglang"] = "openai"
     """openai: /v1/chat/completions (/v1/completions for raw prompts); sglang: /generate, token ids in and out."""
     model: Text | None = None

@@ -22,7 +22,7 @@ from dflash_eval.heads import Head, read_head
 from dflash_eval.machine import pick_device, software
 from dflash_eval.progress import progress
 from dflash_eval.prompts import RenderedPrompt, load_prompts, render_turn
-from dflash_eval.saved_states import Saved, list_files, read_saved
+from dflash_eval.saved_states import Entry, Saved, list_entries, read_saved
 
 HEAD_ROWS = 512  # positions whose logits are made at once
 DOUBTFUL = 0.9  # greedy agreement below which tokens and states hardly belong together
@@ -37,7 +37,7 @@ def import_states(
     the config's that it begins with, or what its loss mask leaves out. Raises UserError for what does not fit.
     """
     folder = config.cache_dir
-    paths = list_files(source)
+    entries = list_entries(source)
     described, tokenizer, head = read_head(config.target, say)
     text_config = described.get_text_config()
     beyond = [layer for layer in layers if not 0 <= layer < text_config.num_hidden_layers]
@@ -67,12 +67,12 @@ def import_states(
             shard_bytes=config.extract.shard_bytes,
             provenance={
                 "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "imported": {"from": str(source), "files": len(paths)},
+                "imported": {"from": str(source), "sequences": len(entries)},
                 "software": software(),
             },
         )
         try:
-            samples = _shards(folder, manifest, paths, source, layers, tokenizer, prompts, head, config)
+            samples = _shards(folder, manifest, entries, layers, tokenizer, prompts, head, config)
             cachefile.write_completions(folder, samples)
             if head is not None and config.extract.save_head:
                 manifest.head_sha256 = cachefile.write_head(folder, head.tensors)
@@ -97,8 +97,7 @@ def import_states(
 def _shards(
     folder: Path,
     manifest: Manifest,
-    paths: Sequence[Path],
-    source: Path,
+    entries: Sequence[Entry],
     layers: Sequence[int],
     tokenizer: Any,
     prompts: Sequence[RenderedPrompt],
@@ -106,20 +105,20 @@ def _shards(
     config: Config,
 ) -> list[Sample]:
     """Write the files' sequences as shards, in the files' order; returns the samples."""
-    found: dict[str, Path] = {}
+    found: dict[str, str] = {}
     samples: list[Sample] = []
     group: list[Saved] = []
-    with progress("import", len(paths), "files") as advance:
-        for path in paths:
-            saved = read_saved(path, source, manifest, len(layers), tokenizer, prompts)
+    with progress("import", len(entries), "sequences") as advance:
+        for entry in entries:
+            saved = read_saved(entry, manifest, len(layers), tokenizer, prompts)
             if saved.sample.id in found:
-                raise UserError(f"{path}: prompt {saved.sample.id!r}, as {found[saved.sample.id]} is already")
-            found[saved.sample.id] = path
+                raise UserError(f"{entry.place}: prompt {saved.sample.id!r}, as {found[saved.sample.id]} is already")
+            found[saved.sample.id] = entry.place
             group.append(saved)
-            size = sum(entry.states.numel() for entry in group) * DTYPES[manifest.dtype].itemsize
-            if size >= manifest.shard_bytes or path == paths[-1]:
+            size = sum(other.states.numel() for other in group) * DTYPES[manifest.dtype].itemsize
+            if size >= manifest.shard_bytes or entry is entries[-1]:
                 _write(folder, manifest, group, layers, head, config)
-                samples += [entry.sample for entry in group]
+                samples += [other.sample for other in group]
                 group = []
             advance(1)
     return samples

@@ -2,18 +2,23 @@
 
 vLLM's `extract_hidden_states`: safetensors with hidden_states [tokens, layers, hidden] and token_ids. SpecForge's
 offline capture and its like: .ckpt, .ckpt.gz or .pt with input_ids, loss_mask, hidden_states or aux_hidden_state
-[tokens, layers * hidden], and the normed last state as target_last_hidden_states or hidden_state.
+[tokens, layers * hidden], and the normed last state as target_last_hidden_states or hidden_state. DeepSpec's target
+cache: a folder of manifest.json, samples.idx and shards in which every sample's tensors lie back to back.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 import pickle
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,6 +29,10 @@ from dflash_eval.errors import UserError
 from dflash_eval.prompts import RenderedPrompt
 
 SUFFIXES = (".safetensors", ".ckpt", ".ckpt.gz", ".pt")
+INDEX = (
+    "samples.idx"  # of DeepSpec: sample, shard, tokens; where input_ids, attention mask, loss mask, states and last are
+)
+RECORD = struct.Struct("<QIIQQQQQ")
 TOKENS = ("token_ids", "input_ids")
 STATES = ("hidden_states", "aux_hidden_state")
 NORMED_LAST = ("target_last_hidden_states", "hidden_state")
@@ -38,25 +47,80 @@ class Saved:
     last: Tensor | None
 
 
-def list_files(source: Path) -> list[Path]:
+@dataclass(frozen=True)
+class Entry:
+    """A sequence that can be read; `place` is for people, `name` the sample's id where no prompt gives one."""
+
+    place: str
+    name: str
+    read: Callable[[], dict[str, Tensor]]
+
+
+def list_entries(source: Path) -> list[Entry]:
+    """The sequences of a file or folder, in the order of their names."""
     if not source.exists():
         raise UserError(f"{source}: no such file or folder")
+    if (source / INDEX).exists():
+        return _deepspec(source)
     paths = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-    found = [path for path in paths if path.name.endswith(SUFFIXES)]
-    if not found:
-        raise UserError(f"{source}: no hidden states in it ({', '.join(SUFFIXES)})")
-    return found
+    base = source if source.is_dir() else source.parent
+    entries = []
+    for path in paths:
+        suffix = max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default=None)
+        if suffix:
+            name = str(path.relative_to(base)).removesuffix(suffix)
+            entries.append(Entry(str(path), name, partial(_tensors, path)))
+    if not entries:
+        raise UserError(f"{source}: no hidden states in it ({', '.join(SUFFIXES)}, or DeepSpec's {INDEX})")
+    return entries
+
+
+def _deepspec(folder: Path) -> list[Entry]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        shards = [folder / Path(shard["file_name"]).name for shard in manifest["shards"]]
+        width, hidden = len(manifest["target_layer_ids"]) * manifest["hidden_size"], manifest["hidden_size"]
+        dtypes = manifest["hidden_dtype"], manifest["token_dtype"], manifest["mask_dtype"]
+        records = list(RECORD.iter_unpack((folder / INDEX).read_bytes()))
+        if dtypes != ("bfloat16", "int32", "uint8") or any(record[1] >= len(shards) for record in records):
+            raise ValueError(f"version {manifest['version']} is not the known one")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise UserError(f"{folder}: not a target cache of DeepSpec as it is known: {error!r}") from None
+
+    def read(record: tuple[int, ...]) -> dict[str, Tensor]:
+        _, shard, tokens, ids, _, mask, states, last = record
+        parts = {
+            "input_ids": (ids, np.int32, tokens),
+            "loss_mask": (mask, np.uint8, tokens),
+            "hidden_states": (states, np.uint16, tokens * width),
+            "target_last_hidden_states": (last, np.uint16, tokens * hidden),
+        }
+        content = np.memmap(shards[shard], mode="r")
+        tensors = {}
+        for name, (start, dtype, count) in parts.items():
+            array = content[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+            if len(array) != count:
+                raise UserError(f"{shards[shard]}: ends before a sample's {name}: truncated")
+            tensor = torch.from_numpy(array.copy())
+            tensors[name] = tensor.view(torch.bfloat16) if dtype is np.uint16 else tensor
+        return tensors
+
+    return [
+        Entry(f"{folder / INDEX} sample {record[0]}", f"sample-{record[0]:06d}", partial(read, record))
+        for record in records
+    ]
 
 
 def read_saved(
-    path: Path, source: Path, manifest: Manifest, layers: int, tokenizer: Any, prompts: Sequence[RenderedPrompt]
+    entry: Entry, manifest: Manifest, layers: int, tokenizer: Any, prompts: Sequence[RenderedPrompt]
 ) -> Saved:
-    """A file's sequence, up to where its completion ends. Raises UserError for what the manifest's target cannot have.
+    """A sequence, up to where its completion ends. Raises UserError for what the manifest's target cannot have.
 
     Its prompt is the one of `prompts` that it begins with, or what its loss mask leaves out.
     """
+    path = entry.place
     limit = manifest.settings["completions"]["max_new_tokens"]
-    tensors = _tensors(path)
+    tensors = entry.read()
     tokens = _pick(path, tensors, TOKENS).flatten().tolist()
     states = _pick(path, tensors, STATES)
     hidden = manifest.hidden_size
@@ -77,9 +141,7 @@ def read_saved(
         name, text, category = prompt.id, prompt.text, prompt.category
     elif "loss_mask" in tensors and tensors["loss_mask"].any():
         start, end = _last_run(tensors["loss_mask"].flatten())
-        base = source if source.is_dir() else source.parent
-        suffix = max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len)
-        name, category = str(path.relative_to(base)).removesuffix(suffix), None
+        name, category = entry.name, None
         text = tokenizer.decode(tokens[:start], skip_special_tokens=True)
     else:
         raise UserError(
@@ -112,7 +174,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
 
 
-def _pick(path: Path, tensors: dict[str, Tensor], names: Sequence[str]) -> Tensor:
+def _pick(path: str, tensors: dict[str, Tensor], names: Sequence[str]) -> Tensor:
     for name in names:
         if name in tensors:
             return tensors[name]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import struct
 import sys
 
 import pytest
@@ -98,6 +100,52 @@ def test_specforges_files_are_split_by_their_loss_mask(setup, suffix, names):
         torch.testing.assert_close(
             ours.features(mine.id, [2, 4]), cache.features(theirs.id, [2, 4]), rtol=1e-4, atol=1e-4
         )
+
+
+def write_deepspec(saved, folder) -> None:
+    """The layout of DeepSpec's target cache, version 2: bfloat16 states, two shards."""
+    records = [b"", b""]
+    index = []
+    for number, (sample, states, normed) in enumerate(saved.values()):
+        shard, tokens = number % 2, len(sample)
+        mask = torch.tensor([0] * len(sample.prompt_ids) + [1] * len(sample.completion_ids), dtype=torch.uint8)
+        parts = [torch.tensor(sample.input_ids, dtype=torch.int32), torch.ones(tokens, dtype=torch.uint8), mask,
+                 states[:, [1, 3, 5]].bfloat16().view(torch.uint16), normed.bfloat16().view(torch.uint16)]  # fmt: skip
+        places = []
+        for part in parts:
+            places.append(len(records[shard]))
+            records[shard] += part.contiguous().numpy().tobytes()
+        index.append(struct.pack("<QIIQQQQQ", number, shard, tokens, *places))
+    (folder / "samples.idx").write_bytes(b"".join(index))
+    for shard, content in enumerate(records):
+        (folder / f"shard_{shard}.bin").write_bytes(content)
+    manifest = {
+        "version": 2, "num_samples": len(index), "target_layer_ids": [0, 2, 4], "hidden_size": 32,
+        "hidden_dtype": "bfloat16", "token_dtype": "int32", "mask_dtype": "uint8",
+        "shards": [{"shard_id": n, "file_name": f"shard_{n}.bin"} for n in range(2)],
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_deepspecs_target_cache_is_read_to_the_bit_and_damage_is_told(setup):
+    cache, saved, _, folder, _ = setup
+    write_deepspec(saved, folder)
+    sets = ["prompts.source=builtin:coding-10", "target.dtype=bfloat16"]
+    config = load_config(folder.parent / "config.yaml", sets)
+    said: list[str] = []
+    ours = Cache(import_states(config, folder, [0, 2, 4], say=said.append))
+    assert [sample.completion_ids for sample in ours.samples] == [sample.completion_ids for sample in cache.samples]
+    for mine, (sample, states, _) in zip(ours.samples, saved.values(), strict=True):
+        wanted = states[:, [1, 3, 5]].bfloat16().flatten(1)
+        assert torch.equal(ours.features(mine.id, [0, 2, 4]), wanted), sample.id
+    assert ours.greedy_agreement() > 0.95  # of states rounded to bfloat16
+    shard = folder / "shard_1.bin"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(UserError, match="truncated"):
+        import_states(config, folder, [0, 2, 4], force=True, say=lambda _: None)
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="not a target cache of DeepSpec as it is known"):
+        import_states(config, folder, [0, 2, 4], force=True, say=lambda _: None)
 
 
 def test_layers_out_of_order_shards_and_the_last_answer_of_a_conversation(setup):

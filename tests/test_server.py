@@ -433,6 +433,12 @@ def test_a_key_in_place_of_its_variables_name_is_refused_and_not_shown(configure
     assert "sk-secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("url", ["http://", "http://host:port", "http://host:99999", "http://[::1"])
+def test_a_url_that_is_none_is_refused_with_the_config(configured, url):
+    with pytest.raises(UserError, match=r"completions\.server\.base_url must b"):
+        configured(url, PROMPTS)
+
+
 def test_a_password_in_the_url_is_not_shown(configured):
     with Serving(TOKENIZER, canned, [END]) as serving:
         _, provenance, said = fetched(configured(serving.url.replace("//", "//me:hidden@"), PROMPTS))
