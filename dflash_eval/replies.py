@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from dflash_eval.cache import Sample
 from dflash_eval.config import CompletionsConfig
 from dflash_eval.errors import UserError
@@ -196,21 +198,21 @@ def to_sample(
         if reply.finish == "length":
             raise BadReply("the completion is empty")
     text = reply.text
-    if reply.ids is None and reply.reasoning:
+    if reply.ids is None and reply.reasoning.strip():
         text = with_reasoning(tokenizer, messages, options, reply)
     source, ids = _ids(reply, text, tokenizer)
     if any(not 0 <= token < len(tokenizer) for token in [*ids, *(reply.prompt_ids or [])]):
         raise UserError(
             f"prompt {prompt.id!r}: the server gives token ids beyond the target's {len(tokenizer)}: another tokenizer"
         )
-    told = len(ids)
-    if reply.finish == "stop" and (not ids or ids[-1] not in stop_ids):
+    told, counted = len(ids), reply.completion_tokens
+    kept = source == "server" and counted != told + 1  # the server's ids have the stop token, known here or not
+    if reply.finish == "stop" and not kept and (not ids or ids[-1] not in stop_ids):
         stop = reply.stop_id if reply.stop_id in stop_ids else end_of_turn(tokenizer)
         stop = stop if stop is not None else tokenizer.eos_token_id
         ids = ids if stop is None else [*ids, stop]
     if not ids:
         raise BadReply("the completion is empty")
-    counted = reply.completion_tokens
     if max(told if source != "text" else 0, counted or 0) > max_new_tokens:
         raise UserError(
             f"prompt {prompt.id!r}: the server gave {max(told, counted or 0)} tokens, completions.max_new_tokens is "
@@ -252,19 +254,22 @@ def with_reasoning(tokenizer: Any, messages: Sequence[dict[str, str]], options: 
     Raises UserError where neither the template nor the tokenizer knows how reasoning is written.
     """
     thought, content = reply.reasoning.strip("\n"), reply.text.lstrip("\n")
+    shown = content.strip() or "-"
     before = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
-    answer = {"role": "assistant", "content": content or "-", "reasoning_content": thought}
-    whole = tokenizer.apply_chat_template([*messages, answer], tokenize=False, **options)
-    written = whole[len(before) :] if whole.startswith(before) else ""
-    opening, found, rest = written.partition(thought)
-    if not found:
+    answer = {"role": "assistant", "content": shown, "reasoning_content": thought}
+    try:
+        whole = tokenizer.apply_chat_template([*messages, answer], tokenize=False, **options)
+    except TemplateError:
+        whole = ""
+    opening, found, rest = (whole[len(before) :] if whole.startswith(before) else "").partition(thought.strip())
+    if not found or shown not in rest:
         if THINK_END not in tokenizer.get_vocab() and THINK_END not in str(tokenizer.chat_template):
             raise UserError(
                 "the server gives reasoning apart from the text, and the target's chat template shows no place for it\n"
                 "start the server without a reasoning parser, or use one that gives token ids"
             )
         opening = "" if before.rstrip().endswith(THINK_START) else f"{THINK_START}\n"
-        rest = f"\n{THINK_END}\n\n{content or '-'}"
+        rest = f"\n{THINK_END}\n\n{shown}"
     if not content and reply.finish == "length":  # cut while thinking
         return opening + thought
-    return opening + thought + rest[: rest.rindex(content or "-")] + content
+    return opening + thought + rest[: rest.rindex(shown)] + content

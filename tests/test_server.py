@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import END, PROMPTS, tiny_tokenizer, write_config
+from conftest import END, PROMPTS, TEMPLATE, tiny_tokenizer, write_config
 from serving import IDS, Serving, greedy
 
 from dflash_eval import cache as cachefile
@@ -24,6 +25,8 @@ from dflash_eval.config import load_config
 from dflash_eval.errors import RunError, UserError
 from dflash_eval.extract import extract
 from dflash_eval.fetching import fetch
+from dflash_eval.prompts import RenderedPrompt
+from dflash_eval.replies import Reply, to_sample, with_reasoning
 
 TOKENIZER = tiny_tokenizer()
 
@@ -163,6 +166,47 @@ def test_reasoning_comes_before_the_answer_with_the_templates_tags(tiny, configu
     assert samples[0].text == whole
     assert samples[0].completion_ids == ids
     assert provenance["differ"] == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "text"),
+    [
+        (THINKING, Reply("", "cut while thin", finish="length"), "<think>\ncut while thin"),
+        (THINKING, Reply("42 ", "so", finish="stop"), "<think>\nso\n</think>\n\n42 "),
+        (THINKING, Reply("so", "so", finish="stop"), "<think>\nso\n</think>\n\nso"),
+        (TEMPLATE + "{# </think> #}", Reply("42", "so"), "<think>\nso\n</think>\n\n42"),
+        (TEMPLATE.replace("<|assistant|>{% endif", "<think>\n{% endif") + "{# </think> #}", Reply("42", "so"),
+         "so\n</think>\n\n42"),
+        (TEMPLATE + "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}{# </think> #}",
+         Reply("42", "so"), "<think>\nso\n</think>\n\n42"),
+    ],
+)  # fmt: skip
+def test_reasoning_finds_its_place_in_what_the_template_offers(template, reply, text):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template.replace("OPENING", "")
+    assert with_reasoning(tokenizer, [{"role": "user", "content": "so"}], {}, reply) == text
+
+
+def test_reasoning_without_a_place_is_told():
+    with pytest.raises(UserError, match="shows no place for it"):
+        with_reasoning(TOKENIZER, [{"role": "user", "content": "?"}], {}, Reply("42", "so"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "ids"),
+    [
+        (Reply("ab", ids=[64, 65, 77], completion_tokens=3), [64, 65, 77]),  # a stop token that is not known here
+        (Reply("ab", ids=[64, 65], completion_tokens=3), [64, 65, END]),  # the server counts it and keeps it back
+        (Reply("ab", ids=[64, 65, END], completion_tokens=3), [64, 65, END]),
+        (Reply("ab", ids=[64, 65], completion_tokens=2, finish="length"), [64, 65]),
+        (Reply("ab", completion_tokens=2), [64, 65, END]),  # text: a server may count the stop token or not
+        (Reply("ab", reasoning="\n", completion_tokens=3), [64, 65, END]),
+    ],
+)
+def test_a_completion_has_its_stop_token_once(reply, ids):
+    prompt = RenderedPrompt("p", "?", [1, 2])
+    sample = to_sample(reply, prompt, [], {}, TOKENIZER, [END], 40)
+    assert sample.completion_ids == ids
 
 
 def test_a_conversation_is_asked_turn_by_turn_with_the_targets_own_answers(configured, tiny):
@@ -317,9 +361,13 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return pair
 
 
-def test_a_certificate_that_nobody_vouches_for_and_tls_to_a_plain_server_are_tls_errors(configured, tmp_path):
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make a certificate with")
+def test_a_certificate_that_nobody_vouches_for_is_a_tls_error(configured, tmp_path):
     with Serving(TOKENIZER, canned, [END], tls=certificate(tmp_path)) as serving:
         assert "TLS error" in problem(configured(serving.url, PROMPTS))
+
+
+def test_tls_to_a_server_without_is_a_tls_error(configured):
     with Serving(TOKENIZER, canned, [END]) as serving:
         assert "TLS error" in problem(configured(serving.url.replace("http", "https"), PROMPTS))
 
