@@ -53,7 +53,8 @@ def walk_samples(
     expected = np.full(len(samples), np.nan) if sampling and cache.manifest.target_stats else None
     # Expected τ takes a draft at every anchor, and then the walks have theirs.
     everywhere = config.anchors == "all" or expected is not None or (config.anchors == "auto" and device.type == "cuda")
-    scorer = Scorer(drafter, lm_head, min(max(config.width, *config.budgets), len(lm_head)))
+    scorer = Scorer(drafter, lm_head, max(config.width, *config.budgets))
+    embedding = drafter.embedding(embedding)
     for indices, judge in judges(drafter, cache, embedding, scorer, config, advance):
         starts, ends = [len(sample.prompt_ids) for sample in judge.group], [len(sample) for sample in judge.group]
         accept = judge.everywhere() if everywhere else judge.accepted
@@ -179,7 +180,7 @@ class Judge:
         logprobs: of each sample, its completion tokens' log-probabilities under the target.
         """
         owners, anchors, first = self.every_anchor()
-        accepted = np.zeros((len(anchors), self.drafter.config.block_size - 1))
+        accepted = np.zeros((len(anchors), self.drafter.config.drafts))
         step = BLOCKS_JUDGED[self.device.type]
         for start in range(0, len(anchors), step):
             rows = slice(start, start + step)
@@ -206,19 +207,21 @@ class Judge:
         return self._compare(*self.draft(owners, anchors), torch.from_numpy(needed).to(self.device)).cpu().numpy()
 
     def draft(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """One block at each (owner, anchor), slots 1, 2, ...: the drafter's output [blocks, depth, hidden], the
+        """One block at each (owner, anchor), the slots that draft: the drafter's output [blocks, depth, hidden], the
         sequence's tokens [blocks, depth], -1 where it has ended, and how many slots were drafted [blocks]."""
-        size = self.drafter.config.block_size
-        ids = np.full((len(self.group), max(map(len, self.group)) + size), -1, dtype=np.int64)
+        shape = self.drafter.config
+        ids = np.full((len(self.group), max(map(len, self.group)) + shape.drafts + 1), -1, dtype=np.int64)
         for row, sample in enumerate(self.group):
             ids[row, : len(sample)] = sample.input_ids
         limits = np.array([len(sample.prompt_ids) + self.max_new_tokens for sample in self.group])
-        lengths = np.minimum(size, limits[owners] - anchors)
-        tokens = ids[owners[:, None], anchors[:, None] + np.arange(size)]
+        drafts = np.minimum(shape.drafts, limits[owners] - anchors - 1)
+        # A drafter whose anchor predicts drafts whole blocks to the end, as DeepSpec's loop does.
+        lengths = np.full_like(drafts, shape.block_size) if shape.predicts_anchor else drafts + 1
+        tokens = ids[owners[:, None], anchors[:, None] + np.arange(shape.drafts + 1)]
         hidden = self.pieces.run(
             len(anchors), lambda rows: self._draft(owners[rows], anchors[rows], tokens[rows, 0], lengths[rows])
         )
-        slots, tokens = (torch.from_numpy(x).to(self.device) for x in (lengths - 1, tokens[:, 1:]))
+        slots, tokens = (torch.from_numpy(x).to(self.device) for x in (drafts, tokens[:, 1:]))
         return torch.cat(hidden), tokens, slots
 
     def _draft(
@@ -236,7 +239,7 @@ class Judge:
             group_blocks(owners, anchors),
             torch.from_numpy(lengths).to(self.device) if (lengths < shape.block_size).any() else None,
         )
-        return hidden[:, 1:]
+        return hidden if shape.predicts_anchor else hidden[:, 1:]
 
     def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor, needed: Tensor) -> Tensor:
         """Drafts at slots 1, 2, ... [blocks, depth, hidden] against the sequence's tokens [blocks, depth].

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from dflash_eval.config import DrafterSpec, load_config
 from dflash_eval.drafter.checkpoint import load_drafter, read_config
-from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
 
