@@ -180,8 +180,9 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_file_in_place_of_the_folder_is_refused(folder):
-    message = error(read_config, spec(folder / "model.safetensors"))
-    assert "model.safetensors: a drafter checkpoint is a folder with config.json and model.safetensors" in message
+    (folder / "README.md").write_text("a drafter")
+    message = error(read_config, spec(folder / "README.md"))
+    assert "README.md: a drafter checkpoint is a folder with config.json and model.safetensors, or a file" in message
 
 
 def test_a_folder_without_config_json_says_what_a_drafter_folder_holds(folder):
