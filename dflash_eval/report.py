@@ -28,7 +28,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     _print_table(console, *_main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
     _print_table(console, *_budget_table(results))
-    for line in (*gaps(results), *_expected(results), *_failed(results)):
+    for line in (*gaps(results), *_expected(results), *_trees(results), *_failed(results)):
         console.print(line, highlight=False, markup=False)
 
 
@@ -45,7 +45,7 @@ def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
     parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
-    parts += [f"- {line}" for line in (*gaps(results), *_expected(results), *_failed(results))]
+    parts += [f"- {line}" for line in (*gaps(results), *_expected(results), *_trees(results), *_failed(results))]
     parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*_budget_table(results))]
     parts += [
         "## Position acceptance (share of cycles that accept at least i drafts)",
@@ -101,6 +101,19 @@ def _expected(results: dict[str, Any]) -> list[str]:
         return []
     temperature = results["cache"]["settings"]["completions"]["temperature"]
     return [f"Expected τ under rejection sampling at temperature {temperature:g}: {', '.join(taus)}"]
+
+
+def _trees(results: dict[str, Any]) -> list[str]:
+    """A line a drafter whose slots depend on each other: what its trees of a budget are built from."""
+    told = {
+        "selector": "its candidate selector's scores, each token's after the one before it",
+        "logits without the Markov head": "its logits without the Markov head; τ and the width's tree take it in",
+    }
+    return [
+        f"{drafter['name']}: DDTree by budget is built from {told[drafter['ddtree_scores']]}"
+        for drafter in results["drafters"]
+        if drafter.get("ddtree_scores") in told
+    ]
 
 
 def _failed(results: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from dflash_eval.acceptance.walks import Walk, position_acceptance
 from dflash_eval.cache import Sample
 from dflash_eval.config import DrafterSpec, EvaluateConfig
 from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.path import tree_scores
 
 
 def summarise(
@@ -54,6 +55,7 @@ def summarise(
         ),
         "cycles": sum(map(len, chain)),
         "ddtree_width": {"k": config.width, **rule(1)},
+        "ddtree_scores": tree_scores(drafter),
         "ddtree_budget": [{"budget": n, **rule(2 + i)} for i, n in enumerate(config.budgets)],
         "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.drafts),
         "expected_tau": None if expected is None else tau(expected),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -30,18 +31,16 @@ class Scorer:
     """A drafter's drafts against its output head, which is the target's [vocabulary, hidden] unless it has its own.
 
     A head of another vocabulary ranks its own tokens alone, and n is at most their number; token ids go in and come out
-    as the target's. addend [draft vocabulary, rank]: of a head that adds a product of its own to the logits; `hidden`
-    then has `rank` columns more.
+    as the target's.
 
     The logits never exist for all rows at once: each piece's are reduced while they are in one place, which is kept
     from call to call. A GPU adds a 16-bit head's products up, and keeps the logits, in float32.
     """
 
-    def __init__(self, drafter: DFlashDrafter, lm_head: Tensor, n: int, addend: Tensor | None = None) -> None:
+    def __init__(self, drafter: DFlashDrafter, lm_head: Tensor, n: int) -> None:
         self.drafter, self.target_ids = drafter, drafter.target_ids(len(lm_head))
         self.draft_ids = None if self.target_ids is None else _inverse(self.target_ids, len(lm_head))
-        lm_head = drafter.output_head(lm_head)
-        self.lm_head = lm_head = lm_head if addend is None else torch.cat([lm_head, addend], dim=1)
+        self.lm_head = lm_head = drafter.output_head(lm_head)
         self.n = n = min(n, len(lm_head))
         kind = lm_head.device.type
         self.dtype = torch.float32 if kind == "cuda" else lm_head.dtype
@@ -50,6 +49,12 @@ class Scorer:
         bytes_ = min(LOGIT_BYTES[kind], free_bytes(lm_head.device) // 8)
         self.pieces = Pieces(max(16, bytes_ // (len(lm_head) * self.dtype.itemsize)), "rows of logits")
         self.room = lm_head.new_empty(0, dtype=self.dtype)
+
+    def widened(self, addend: Tensor) -> Scorer:
+        """One whose `hidden` has more columns, which addend [draft vocabulary, columns] multiplies."""
+        other = copy.copy(self)
+        other.lm_head, other.room = torch.cat([self.lm_head, addend], dim=1), self.room.new_empty(0)
+        return other
 
     def score(self, hidden: Tensor, tokens: Tensor) -> Scores:
         """Rank of each row's true token, and the row's n most probable tokens.
