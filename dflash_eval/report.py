@@ -31,7 +31,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     if categories := _category_table(results, intervals=False):
         console.print("τ by category", highlight=False)
         _print_table(console, *categories)
-    for line in (*gaps(results), *_expected(results), *_served(results), *_failed(results)):
+    for line in (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results)):
         console.print(line, highlight=False, markup=False)
 
 
@@ -48,7 +48,7 @@ def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
     parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
-    lines = (*gaps(results), *_expected(results), *_served(results), *_failed(results))
+    lines = (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results))
     parts += [f"- {line}" for line in lines]
     if categories := _category_table(results, intervals=True):
         parts += ["## τ by category", _markdown_table(*categories)]
@@ -141,6 +141,19 @@ def completion_warnings(provenance: dict[str, Any]) -> list[str]:
             "template writes them: look at its template, system prompt and thinking mode"
         )
     return lines
+
+
+def _trees(results: dict[str, Any]) -> list[str]:
+    """A line a drafter whose slots depend on each other: what its trees of a budget are built from."""
+    told = {
+        "selector": "its candidate selector's scores, each token's after the one before it",
+        "logits without the Markov head": "its logits without the Markov head; τ and the width's tree take it in",
+    }
+    return [
+        f"{drafter['name']}: DDTree by budget is built from {told[drafter['ddtree_scores']]}"
+        for drafter in results["drafters"]
+        if drafter.get("ddtree_scores") in told
+    ]
 
 
 def _failed(results: dict[str, Any]) -> list[str]:

@@ -20,8 +20,8 @@ from dflash_eval.acceptance.statistics import (
 from dflash_eval.acceptance.walks import Walk, position_acceptance
 from dflash_eval.cache import Sample
 from dflash_eval.config import DrafterSpec, EvaluateConfig
-from dflash_eval.drafter.checkpoint import FORMAT
-from dflash_eval.drafter.model import DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.path import tree_scores
 
 
 def summarise(
@@ -45,7 +45,7 @@ def summarise(
         "name": spec.name,
         "reference": spec.reference,
         "checkpoint": spec.checkpoint,
-        "format": FORMAT,
+        "format": drafter.format,
         "block_size": drafter.block_size,
         "target_layer_ids": list(drafter.target_layer_ids),
         "mask_token_id": drafter.mask_token_id,
@@ -56,8 +56,9 @@ def summarise(
         ),
         "cycles": sum(map(len, chain)),
         "ddtree_width": {"k": config.width, **rule(1)},
+        "ddtree_scores": tree_scores(drafter),
         "ddtree_budget": [{"budget": n, **rule(2 + i)} for i, n in enumerate(config.budgets)],
-        "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.block_size - 1),
+        "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.drafts),
         "expected_tau": None if expected is None else tau(expected),
         "expected_tau_ci95": None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed),
         "categories": [

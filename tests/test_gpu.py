@@ -8,7 +8,8 @@ from conftest import drafter_json, write_config
 
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
-from dflash_eval.drafter.model import BlockAttention, Blocks, DFlashDrafter, DrafterConfig, Group
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import BlockAttention, Blocks, DFlashDrafter, Group
 from dflash_eval.drafter.scoring import Scorer, rank_rows
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
