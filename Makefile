@@ -1,5 +1,6 @@
 # Everything runs in .venv, which any target makes first where it is missing.
 #   make demo                                   both phases on the demo, from nothing
+#   make completions CONFIG=...                 before phase 1: fetch from the server that the config names
 #   make extract CONFIG=configs/qwen3-8b.yaml   phase 1
 #   make evaluate CONFIG=configs/qwen3-8b.yaml  phase 2
 CONFIG ?= configs/demo.yaml
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo extract evaluate test lint clean
+.PHONY: setup demo completions extract evaluate test lint clean
 
 setup: $(READY)
 
@@ -26,6 +27,9 @@ $(READY): pyproject.toml Makefile
 	touch $(READY)
 
 demo: extract evaluate
+
+completions: $(READY)
+	$(BIN)/dflash-eval completions -c $(CONFIG) $(ARGS)
 
 extract: $(READY)
 	$(BIN)/dflash-eval extract -c $(CONFIG) $(ARGS)

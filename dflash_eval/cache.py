@@ -49,6 +49,8 @@ class Sample:
     completion_ids: list[int]
     text: str
     finish_reason: str  # "stop" (a stop token) | "length" (max_new_tokens) | "file" (not known)
+    category: str | None = None
+    served: dict[str, Any] | None = None  # of a server's completion: how its token ids came, its verification steps
 
     @property
     def input_ids(self) -> list[int]:
@@ -149,18 +151,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def append_completions(folder: Path, samples: Sequence[Sample], rank: int = 0) -> None:
     """Append whole lines and make them durable; a rank above 0 has a file of its own."""
-    lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
-    with open(
-        folder / (f".completions-{rank}.jsonl" if rank else "completions.jsonl"), "a", encoding="utf-8"
-    ) as handle:
+    lines = "".join(map(_line, samples))
+    name = f".completions-{rank}.jsonl" if rank else "completions.jsonl"
+    with open(folder / name, "a", encoding="utf-8") as handle:
         handle.write(lines)
         handle.flush()
         os.fsync(handle.fileno())
 
 
 def write_completions(folder: Path, samples: Sequence[Sample]) -> None:
-    lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
-    write_atomically(folder / "completions.jsonl", "".join(lines))
+    write_atomically(folder / "completions.jsonl", "".join(map(_line, samples)))
     for part in folder.glob(".completions-*.jsonl"):  # of ranks above 0
         part.unlink()
 
@@ -173,6 +173,34 @@ def collect_completions(folder: Path) -> list[Sample]:
         samples += [sample for part in parts for sample in read_completions(folder, part.name)]
         write_completions(folder, samples)
     return samples
+
+
+def _line(sample: Sample) -> str:
+    kept = {key: value for key, value in asdict(sample).items() if value is not None}
+    return json.dumps(kept, ensure_ascii=False) + "\n"
+
+
+def write_completions_record(folder: Path, settings: dict[str, Any], provenance: dict[str, Any]) -> None:
+    """Beside completions that were fetched before there is a manifest: what they answer to, and who gave them."""
+    record = {"settings": settings, "provenance": provenance}
+    write_atomically(folder / "completions.json", json.dumps(record, indent=2) + "\n")
+
+
+def read_completions_record(folder: Path) -> dict[str, Any] | None:
+    """{"settings", "provenance"}; None where there is none."""
+    path = folder / "completions.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {"settings": dict(record["settings"]), "provenance": dict(record["provenance"])}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not readable ({error}); remove it and completions.jsonl to fetch anew") from None
+
+
+def delete_completions(folder: Path) -> None:
+    for name in ("completions.json", "completions.jsonl"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_head(folder: Path, tensors: dict[str, Tensor]) -> str:
@@ -328,8 +356,9 @@ def read_manifest(folder: Path) -> Manifest | None:
                 "extract again with --force"
             )
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
-        # Caches from before these keys were drawn from all tokens.
+        # Caches from before these keys: all tokens were drawn from, and prompts were chats.
         manifest.settings["completions"] = {"top_k": 0, "top_p": 1.0, **manifest.settings["completions"]}
+        manifest.settings["prompts"] = {"raw": False, **manifest.settings.get("prompts", {})}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:

@@ -44,6 +44,20 @@ def extract(
 
 
 @app.command()
+def completions(
+    config: ConfigPath,
+    set_: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="fetch all anew, in place of the cache that is there")] = False,
+) -> None:
+    """Fetch the completions from the server that serves the target, while it runs; extract goes on from them."""
+    settings = load_config(config, set_ or [])
+    from dflash_eval.fetching import fetch
+
+    fetch(settings, force=force, say=lambda line: typer.echo(line, err=True))
+    typer.echo(f"written: {settings.cache_dir}/completions.jsonl", err=True)
+
+
+@app.command()
 def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     """Phase 2: judge the config's drafters from the cache; the target is not needed."""
     settings = _load(config, set_)
@@ -69,6 +83,26 @@ def doctor(config: ConfigPath, set_: Overrides = None) -> None:
     wrong = run(settings, typer.echo)
     if wrong:
         raise UserError(f"{wrong} thing{'s' if wrong > 1 else ''} in the way of the extraction (see above)")
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="a folder of .safetensors (vLLM), .ckpt or .pt (SpecForge) files")],
+    config: ConfigPath,
+    layers: Annotated[str, typer.Option(help="the layers that the files hold, in their order: 1,16,31,46,61")],
+    ids_from: Annotated[int, typer.Option(min=0, max=1, help="what --layers calls the first layer; vLLM: 1")] = 0,
+    set_: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a cache that is there")] = False,
+) -> None:
+    """Make a cache of hidden states that vLLM or SpecForge saved; evaluate then needs no extraction."""
+    settings = load_config(config, set_ or [])
+    try:
+        numbers = [int(layer) - ids_from for layer in layers.split(",")]
+    except ValueError:
+        raise UserError(f"--layers {layers}: not numbers with commas between") from None
+    from dflash_eval.importing import import_states
+
+    import_states(settings, source, numbers, force=force, say=lambda line: typer.echo(line, err=True))
 
 
 @bench_app.command("evaluate")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,10 @@ from dflash_eval.config import CompletionsConfig
 from dflash_eval.errors import UserError
 from dflash_eval.machine import Pieces
 from dflash_eval.progress import progress
+from dflash_eval.prompts import RenderedPrompt
 from dflash_eval.target import Target
 
 COMPILING_PAYS = 4096  # decoding steps, of some 20 ms less each
-
-
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """A prompt as the target reads it."""
-
-    id: str
-    text: str
-    ids: list[int]
 
 
 def generate(
@@ -77,6 +68,7 @@ def generate(
                     completion_ids=completion,
                     text=tokenizer.decode(completion, skip_special_tokens=True),
                     finish_reason="stop" if completion[-1] in stop_ids else "length",
+                    category=row.category,
                 )
                 for row, completion in zip(rows, ids, strict=True)
             ]
@@ -207,4 +199,5 @@ def _read_row(
     prompt_ids = ids("prompt_ids", prompt.ids)
     if not prompt_ids:
         raise UserError(f"{path}:{number}: prompt_ids is empty")
-    return Sample(prompt.id, prompt.text, prompt_ids, completion, text, str(row.get("finish_reason", "file")))
+    reason = str(row.get("finish_reason", "file"))
+    return Sample(prompt.id, prompt.text, prompt_ids, completion, text, reason, prompt.category)

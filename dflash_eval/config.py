@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -40,6 +41,22 @@ def _folder_name(value: str) -> str:
 def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise _problem(f"must be auto, cpu, cuda or cuda:<number>, not {_shown(value)}")
+    return value
+
+
+def _url(value: str) -> str:
+    try:
+        whole = bool(urlsplit(value).hostname) and urlsplit(value).port != 0
+    except ValueError:
+        whole = False
+    if not whole:  # not shown: it may hold a password
+        raise _problem("must be the URL of a server, as http://127.0.0.1:30000")
+    return value
+
+
+def _variable(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):  # not shown: it may be the key itself
+        raise _problem("must be the name of an environment variable, not the key itself")
     return value
 
 
@@ -82,24 +99,37 @@ class PromptsConfig(Section):
     """What the target is asked."""
 
     source: Text = "builtin:coding-10"
-    """builtin:<set>, a JSONL path, or hf:<dataset>."""
+    """builtin:<set>, a JSONL path, hf:<set> as humaneval or mt-bench, or hf:<dataset>[:<split>]."""
     limit: Count | None = None
     """Only the first so many prompts."""
     system: str | None = None
     enable_thinking: bool = False
     """Passed to a chat template that knows the word."""
+    raw: bool = False
+    """The texts go in as they are, without the chat template."""
+
+    @model_validator(mode="after")
+    def _raw_has_no_system(self) -> PromptsConfig:
+        if self.raw and self.system is not None:
+            raise _problem("must be false: prompts.system needs the chat template", "raw")
+        return self
 
 
 class ServerConfig(Section):
     """An inference server to ask for completions."""
 
-    base_url: Annotated[str, Field(pattern=r"^https?://\S+$")] = "http://127.0.0.1:30000"
+    base_url: Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(_url)] = "http://127.0.0.1:30000"
     api: Literal["openai", "sglang"] = "openai"
+    """openai: /v1/chat/completions (/v1/completions for raw prompts); sglang: /generate, token ids in and out."""
     model: Text | None = None
     """The name that the server knows the target by, where it is not target.model."""
+    api_key_env: Annotated[str, AfterValidator(_variable)] | None = None
+    """The environment variable that holds the API key."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     concurrency: Count = 8
+    """Requests under way at once."""
     retries: Index = 3
+    """Of a request that met 429, 5xx, a timeout, a dropped connection or a damaged answer."""
 
 
 class CompletionsConfig(Section):

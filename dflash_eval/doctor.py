@@ -17,7 +17,8 @@ from dflash_eval.errors import UserError
 from dflash_eval.extract import wanted_layers
 from dflash_eval.gpu_memory import gib, gpu_problem, gpu_processes, needed_bytes, of_what
 from dflash_eval.machine import device_name, pick_device, rank_devices, software
-from dflash_eval.prompts import load_prompts, render_prompt
+from dflash_eval.prompts import load_prompts, render_turn
+from dflash_eval.server import is_local
 from dflash_eval.target import TargetFiles, fallbacks, kernels_of, load_tokenizer, pip_packages, skeleton
 
 Say = Callable[[str], None]
@@ -56,7 +57,7 @@ def doctor(config: Config, say: Say) -> int:
         check(
             f"server {url}: {'answers' if answers else 'does not answer'}",
             "it runs on the GPUs that hold the target: fetch the completions, stop it, extract, start it again"
-            if on_gpu and _is_here(url)
+            if on_gpu and is_local(config.completions.server)
             else None,
         )
     _say_disk(model, config, layers, files, check)
@@ -73,10 +74,6 @@ def server_answers(url: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_here(url: str) -> bool:
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1", "0.0.0.0", socket.gethostname())
 
 
 def _say_gpus(check: Callable[..., None]) -> None:
@@ -116,19 +113,15 @@ def _say_disk(
 ) -> None:
     text = model.config.get_text_config()
     prompts, known = load_prompts(config.prompts), cachefile.read_completions(config.cache_dir)
-    if {prompt.id for prompt in prompts} <= {sample.id for sample in known}:
+    if {sample_id for prompt in prompts for sample_id in prompt.sample_ids} <= {sample.id for sample in known}:
         tokens, how = sum(map(len, known)), ""
     else:
         tokenizer = load_tokenizer(files, config.target)
-        tokens, how = len(prompts) * config.completions.max_new_tokens, "up to "
-        tokens += sum(
-            len(
-                render_prompt(
-                    tokenizer, p, system=config.prompts.system, enable_thinking=config.prompts.enable_thinking
-                )
-            )
-            for p in prompts
-        )
+        tokens, how = 0, "up to "
+        for prompt in prompts:  # each turn is a sequence of its own, with what was said before
+            turns = len(prompt.turns)
+            tokens += turns * len(render_turn(tokenizer, prompt, config.prompts).ids)
+            tokens += turns * (turns + 1) // 2 * config.completions.max_new_tokens
     stored = config.extract.store or config.target.dtype
     needed = tokens * cachefile.token_bytes(len(layers), text.hidden_size, stored, config.extract.target_stats)
     if config.extract.save_head:

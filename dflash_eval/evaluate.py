@@ -24,7 +24,7 @@ from dflash_eval.acceptance.walks import Walk
 from dflash_eval.cache import DTYPES, Cache, Manifest, differences
 from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import check_weights, load_drafter, read_config
-from dflash_eval.drafter.model import DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.errors import RunError, UserError
 from dflash_eval.judge import walk_samples
 from dflash_eval.machine import device_name, free_bytes, out_of_memory, pick_device, software

@@ -19,7 +19,6 @@ from typing import Any
 from dflash_eval import cache as cachefile
 from dflash_eval import completions, ranks
 from dflash_eval.cache import Manifest, Sample, Shard
-from dflash_eval.completions import RenderedPrompt
 from dflash_eval.config import Config
 from dflash_eval.drafter.checkpoint import read_config
 from dflash_eval.errors import Stopped, UserError
@@ -27,7 +26,7 @@ from dflash_eval.gpu_memory import check_gpu_memory
 from dflash_eval.lock import lock
 from dflash_eval.machine import device_name, software
 from dflash_eval.progress import progress
-from dflash_eval.prompts import has_chat_template, load_prompts, render_prompt, stop_token_ids
+from dflash_eval.prompts import Prompt, RenderedPrompt, has_chat_template, load_prompts, render_turn, stop_token_ids
 from dflash_eval.signals import Stop, stoppable
 from dflash_eval.states import plan_shards, write_states
 from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer, tokenizer_fingerprint
@@ -52,6 +51,8 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         begun = ranks.from_first(lambda: _begin(folder, settings, layers, force, stack, say))
         if begun is not None and begun.complete:
             return folder
+        if config.completions.source == "server":  # before the target is loaded: the server may hold the GPUs
+            ranks.from_first(lambda: _fetch(folder, config, tokenizer, files, prompts, say))
         check_gpu_memory(config, files, layers)
         target = load_target(files, config.target)
         say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
@@ -62,6 +63,8 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         if ranks.rank() == 0:
             if config.extract.save_head:
                 manifest.head_sha256 = cachefile.write_head(folder, target.head())
+            if (record := cachefile.read_completions_record(folder)) is not None:
+                manifest.provenance["completions"] = record["provenance"]
             manifest.complete = True
             cachefile.write_manifest(folder, manifest)
         ranks.gather(None)  # the cache is whole when any rank says so
@@ -70,7 +73,7 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
     return folder
 
 
-Asked = tuple[list[int], TargetFiles, Any, list[RenderedPrompt], dict[str, Any]]
+Asked = tuple[list[int], TargetFiles, Any, list[Prompt], dict[str, Any]]
 
 
 def _asked(config: Config, say: Callable[[str], None]) -> Asked:
@@ -80,23 +83,23 @@ def _asked(config: Config, say: Callable[[str], None]) -> Asked:
     tokenizer = load_tokenizer(files, config.target)
     if not has_chat_template(tokenizer):
         say(f"{config.target.model} has no chat template: the prompts go in as plain text")
-    prompts = [
-        RenderedPrompt(
-            prompt.id,
-            prompt.turns[0],
-            render_prompt(
-                tokenizer, prompt, system=config.prompts.system, enable_thinking=config.prompts.enable_thinking
-            ),
-        )
-        for prompt in load_prompts(config.prompts)
-    ]
+    prompts = load_prompts(config.prompts)
     settings = config.cache_settings()
     settings["target"]["fingerprint"] = files.fingerprint()
     settings["tokenizer"] = {"fingerprint": tokenizer_fingerprint(tokenizer)}
-    settings["prompts"]["fingerprint"] = _digest([prompt.ids for prompt in prompts])
+    asked = [render_turn(tokenizer, prompt, config.prompts).ids for prompt in prompts]
+    settings["prompts"]["fingerprint"] = _digest(asked + [prompt.turns[1:] for prompt in prompts if prompt.turns[1:]])
     if config.completions.file is not None:
         settings["completions"]["fingerprint"] = _digest_file(config.completions.file)
     return layers, files, tokenizer, prompts, settings
+
+
+def _fetch(
+    folder: Path, config: Config, tokenizer: Any, files: TargetFiles, prompts: list[Prompt], say: Callable[[str], None]
+) -> None:
+    from dflash_eval.fetching import fetch_missing
+
+    fetch_missing(folder, config, tokenizer, files, prompts, say)
 
 
 def _begin(
@@ -142,7 +145,7 @@ def _existing(
     if manifest is None:
         if force or not any(folder.glob("states-*.h5")):
             cachefile.delete_states(folder)
-            (folder / "completions.jsonl").unlink(missing_ok=True)
+            _keep_fetched(folder, settings, force, say)
             return None
         raise UserError(f"{folder}: shards without a manifest; remove the folder, or overwrite it with --force")
     if not manifest.shards and not cachefile.read_completions(folder):  # a run that failed before it had made anything
@@ -165,10 +168,31 @@ def _existing(
         )
     cachefile.delete_states(folder)
     if different:
-        (folder / "completions.jsonl").unlink(missing_ok=True)
+        cachefile.delete_completions(folder)
     else:
         say(f"{folder}: completions kept, states extracted anew")
     return None
+
+
+def _keep_fetched(folder: Path, settings: dict[str, Any], force: bool, say: Callable[[str], None]) -> None:
+    """Completions without a manifest: those that were fetched for this config stay, others go (with `force`)."""
+    record = cachefile.read_completions_record(folder)
+    if record is not None:
+        known = record["settings"]
+        wanted = {
+            section: {key: settings[section].get(key) for key in keys}
+            for section, keys in known.items()
+            if section in settings
+        }
+        different = cachefile.differences(known, wanted)
+        if not different:
+            return
+        if not force:
+            raise UserError(
+                f"{folder} holds the completions of something else: {different[0]}\n"
+                "give the config another name, or overwrite them with --force"
+            )
+    cachefile.delete_completions(folder)
 
 
 def _new_manifest(
@@ -208,54 +232,61 @@ def _completions(
     config: Config,
     target: Target,
     tokenizer: Any,
-    prompts: Sequence[RenderedPrompt],
+    prompts: Sequence[Prompt],
     say: Callable[[str], None],
 ) -> list[Sample]:
-    """The completions in the prompts' order; those that an earlier run finished are not made again."""
-    done = ranks.from_first(lambda: cachefile.read_completions(folder))
-    if {prompt.id for prompt in prompts} <= {sample.id for sample in done}:
-        return _in_order(done, prompts)
-    if config.completions.source == "server":
-        raise UserError(
-            "completions.source: server: this version does not fetch completions itself\n"
-            "save them as JSONL (id, completion_ids or text) and set completions.source: file, completions.file: PATH"
-        )
-    if config.completions.source == "file":
-        return ranks.from_first(lambda: _from_file(folder, config, target, tokenizer, prompts))
-    _check_positions(target, prompts, config.completions.max_new_tokens)
+    """The completions in the prompts' order; those that an earlier run finished are not made again.
+
+    Conversations are answered turn by turn, the same turn of all in batches, which are dealt over the ranks.
+    """
+
+    wanted = [sample_id for prompt in prompts for sample_id in prompt.sample_ids]
+
+    def earlier() -> list[Sample]:
+        done = cachefile.read_completions(folder)
+        if not set(wanted) <= {sample.id for sample in done}:
+            cachefile.write_completions(folder, done)  # drops a line that a killed run left unfinished
+        return done
+
+    done = ranks.from_first(earlier)
+    if set(wanted) <= {sample.id for sample in done}:
+        return _in_order(done, wanted)
     stop_ids = stop_token_ids(tokenizer, target.model.generation_config)
-    if ranks.rank() == 0:
-        cachefile.write_completions(folder, done)  # drops a line that a killed run left unfinished
-    for batch in completions.generate(
-        target, tokenizer, prompts, config.completions, stop_ids, config.extract.max_batch_tokens, done
-    ):
-        cachefile.append_completions(folder, batch, ranks.rank())
-        done += batch
-    samples = _in_order([sample for own in ranks.gather(done) for sample in own], prompts)
-    stopped = sum(sample.finish_reason == "stop" for sample in samples)
-    say(f"{stopped} of {len(samples)} completions ended by a stop token")
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        answers = {sample.id: sample.text for sample in done}
+        rows = [
+            render_turn(tokenizer, prompt, config.prompts, [answers[i] for i in prompt.sample_ids[:turn]])
+            for prompt in prompts
+            if turn < len(prompt.turns)
+        ]
+        if config.completions.source == "file":
+            assert config.completions.file is not None
+            limit = config.completions.max_new_tokens
+            made = completions.read_file(config.completions.file, tokenizer, rows, limit, target.vocab_size)
+            _check_positions(target, made, 0)
+            done += made
+            continue
+        _check_positions(target, rows, config.completions.max_new_tokens)
+        for batch in completions.generate(
+            target, tokenizer, rows, config.completions, stop_ids, config.extract.max_batch_tokens, done
+        ):
+            cachefile.append_completions(folder, batch, ranks.rank())
+            done += batch
+        done = list({sample.id: sample for own in ranks.gather(done) for sample in own}.values())
+    samples = _in_order(done, wanted)
     if ranks.rank() == 0:
         cachefile.write_completions(folder, samples)
+    if config.completions.source == "generate":
+        stopped = sum(sample.finish_reason == "stop" for sample in samples)
+        say(f"{stopped} of {len(samples)} completions ended by a stop token")
     return samples
 
 
-def _from_file(
-    folder: Path, config: Config, target: Target, tokenizer: Any, prompts: Sequence[RenderedPrompt]
-) -> list[Sample]:
-    assert config.completions.file is not None
-    samples = completions.read_file(
-        config.completions.file, tokenizer, prompts, config.completions.max_new_tokens, target.vocab_size
-    )
-    _check_positions(target, samples, 0)
-    cachefile.write_completions(folder, samples)
-    return samples
-
-
-def _in_order(done: Sequence[Sample], prompts: Sequence[RenderedPrompt]) -> list[Sample]:
+def _in_order(done: Sequence[Sample], wanted: Sequence[str]) -> list[Sample]:
     by_id = {
         sample.id: sample for sample in done
     }  # a batch that a killed run left in part stands twice: the last counts
-    return [by_id[prompt.id] for prompt in prompts]
+    return [by_id[sample_id] for sample_id in wanted]
 
 
 def _check_positions(target: Target, rows: Sequence[RenderedPrompt] | Sequence[Sample], new_tokens: int) -> None:

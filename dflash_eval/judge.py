@@ -22,6 +22,7 @@ from dflash_eval.batches import plan_batches
 from dflash_eval.cache import Cache, Sample
 from dflash_eval.config import EvaluateConfig
 from dflash_eval.drafter.model import Context, DFlashDrafter, Group
+from dflash_eval.drafter.path import ABSENT, PathScorer, path_scorer
 from dflash_eval.drafter.scoring import Scorer
 from dflash_eval.errors import UserError
 from dflash_eval.machine import Pieces, free_bytes
@@ -53,7 +54,8 @@ def walk_samples(
     expected = np.full(len(samples), np.nan) if sampling and cache.manifest.target_stats else None
     # Expected τ takes a draft at every anchor, and then the walks have theirs.
     everywhere = config.anchors == "all" or expected is not None or (config.anchors == "auto" and device.type == "cuda")
-    scorer = Scorer(drafter, lm_head, min(max(config.width, *config.budgets), len(lm_head)))
+    scorer = Scorer(drafter, lm_head, max(config.width, *config.budgets))
+    embedding = drafter.embedding(embedding)
     for indices, judge in judges(drafter, cache, embedding, scorer, config, advance):
         starts, ends = [len(sample.prompt_ids) for sample in judge.group], [len(sample) for sample in judge.group]
         accept = judge.everywhere() if everywhere else judge.accepted
@@ -78,10 +80,11 @@ def judges(
     budget = min(CONTEXT_BYTES[lm_head.device.type], free_bytes(lm_head.device) // 4) // token_bytes
     pieces = Pieces(_blocks_at_once(drafter, max(map(len, samples), default=0), lm_head), "blocks")
     max_new_tokens = cache.manifest.settings["completions"]["max_new_tokens"]
+    path = path_scorer(drafter, scorer)
     for indices in plan_batches([len(sample) for sample in samples], budget):
         group = [samples[i] for i in indices]
         context = _context(drafter, cache, group, lm_head)
-        yield indices, Judge(drafter, context, group, max_new_tokens, embedding, scorer, config, pieces, advance)
+        yield indices, Judge(drafter, context, group, max_new_tokens, embedding, scorer, path, config, pieces, advance)
 
 
 def _blocks_at_once(drafter: DFlashDrafter, positions: int, like: Tensor) -> int:
@@ -131,6 +134,7 @@ class Judge:
     max_new_tokens: int
     embedding: Tensor
     scorer: Scorer
+    path: PathScorer | None
     config: EvaluateConfig
     pieces: Pieces
     advance: Callable[[int], None]
@@ -179,14 +183,18 @@ class Judge:
         logprobs: of each sample, its completion tokens' log-probabilities under the target.
         """
         owners, anchors, first = self.every_anchor()
-        accepted = np.zeros((len(anchors), self.drafter.config.block_size - 1))
+        accepted = np.zeros((len(anchors), self.drafter.config.drafts))
         step = BLOCKS_JUDGED[self.device.type]
         for start in range(0, len(anchors), step):
             rows = slice(start, start + step)
             hidden, tokens, _ = self.draft(owners[rows], anchors[rows])
             there = tokens >= 0
             own = torch.full(tokens.shape, -torch.inf, device=tokens.device)
-            own[there] = self.scorer.own_logprobs(hidden[there], tokens[there], sampling)
+            if self.path is None:
+                own[there] = self.scorer.own_logprobs(hidden[there], tokens[there], sampling)
+            else:
+                previous = self._previous(owners[rows], anchors[rows], tokens)
+                own = self.path.own_logprobs(hidden, tokens, previous, sampling)
             target = np.zeros(tokens.shape)
             for row, (owner, anchor) in enumerate(zip(owners[rows], anchors[rows], strict=True)):
                 following = logprobs[owner][anchor + 1 - len(self.group[owner].prompt_ids) :][: tokens.shape[1]]
@@ -203,22 +211,38 @@ class Judge:
     def _accepted(
         self, owners: NDArray[np.int64], anchors: NDArray[np.int64], needed: NDArray[np.bool_]
     ) -> NDArray[np.int64]:
-        return self._compare(*self.draft(owners, anchors), torch.from_numpy(needed).to(self.device)).cpu().numpy()
+        hidden, tokens, slots = self.draft(owners, anchors)
+        if self.path is None:
+            return self._compare(hidden, tokens, slots, torch.from_numpy(needed).to(self.device)).cpu().numpy()
+        previous = self._previous(owners, anchors, tokens)
+        ranks, order = self.path.orders(hidden, tokens, previous, slots, max(self.config.budgets))
+        drafted = torch.arange(tokens.shape[1], device=slots.device) < slots[:, None]
+        ranks = ranks.masked_fill(~drafted, ABSENT)
+        flat = torch.stack([(ranks < k).int().cumprod(1).sum(1) for k in (1, self.config.width)], dim=1)
+        return torch.cat([flat, accepted_within(order, self.config.budgets)], dim=1).cpu().numpy()
+
+    def _previous(self, owners: NDArray[np.int64], anchors: NDArray[np.int64], tokens: Tensor) -> Tensor:
+        """The sequence's token before each of `tokens`, the anchor's before the first: [blocks, depth]."""
+        ids = [sample.input_ids for sample in self.group]
+        said = [ids[owner][anchor] for owner, anchor in zip(owners, anchors, strict=True)]
+        return torch.cat([torch.tensor(said, device=tokens.device)[:, None], tokens[:, :-1]], dim=1)
 
     def draft(self, owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """One block at each (owner, anchor), slots 1, 2, ...: the drafter's output [blocks, depth, hidden], the
+        """One block at each (owner, anchor), the slots that draft: the drafter's output [blocks, depth, hidden], the
         sequence's tokens [blocks, depth], -1 where it has ended, and how many slots were drafted [blocks]."""
-        size = self.drafter.config.block_size
-        ids = np.full((len(self.group), max(map(len, self.group)) + size), -1, dtype=np.int64)
+        shape = self.drafter.config
+        ids = np.full((len(self.group), max(map(len, self.group)) + shape.drafts + 1), -1, dtype=np.int64)
         for row, sample in enumerate(self.group):
             ids[row, : len(sample)] = sample.input_ids
         limits = np.array([len(sample.prompt_ids) + self.max_new_tokens for sample in self.group])
-        lengths = np.minimum(size, limits[owners] - anchors)
-        tokens = ids[owners[:, None], anchors[:, None] + np.arange(size)]
+        drafts = np.minimum(shape.drafts, limits[owners] - anchors - 1)
+        # A drafter whose anchor predicts drafts whole blocks to the end, as DeepSpec's loop does.
+        lengths = np.full_like(drafts, shape.block_size) if shape.predicts_anchor else drafts + 1
+        tokens = ids[owners[:, None], anchors[:, None] + np.arange(shape.drafts + 1)]
         hidden = self.pieces.run(
             len(anchors), lambda rows: self._draft(owners[rows], anchors[rows], tokens[rows, 0], lengths[rows])
         )
-        slots, tokens = (torch.from_numpy(x).to(self.device) for x in (lengths - 1, tokens[:, 1:]))
+        slots, tokens = (torch.from_numpy(x).to(self.device) for x in (drafts, tokens[:, 1:]))
         return torch.cat(hidden), tokens, slots
 
     def _draft(
@@ -236,7 +260,7 @@ class Judge:
             group_blocks(owners, anchors),
             torch.from_numpy(lengths).to(self.device) if (lengths < shape.block_size).any() else None,
         )
-        return hidden[:, 1:]
+        return hidden if shape.predicts_anchor else hidden[:, 1:]
 
     def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor, needed: Tensor) -> Tensor:
         """Drafts at slots 1, 2, ... [blocks, depth, hidden] against the sequence's tokens [blocks, depth].

@@ -1,10 +1,10 @@
-"""What the target is asked: prompt sets, and how a prompt becomes token ids."""
+"""What the target is asked: prompt sets in the forms that people have them in, and how a prompt becomes token ids."""
 
 from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
@@ -15,32 +15,61 @@ from jinja2 import TemplateError
 
 from dflash_eval.config import PromptsConfig
 from dflash_eval.errors import UserError
+from dflash_eval.hub_prompts import hub_rows
 
 MARKER = "answer-of-the-assistant"
+THINK_END = "</think>"
+FORMS = ("prompt", "turns", "messages", "conversations")
+ROLES = {  # of "messages", and those that ShareGPT's files call "from"
+    **{"system": "system", "user": "user", "assistant": "assistant"},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"},
+}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's user turns. Only the first is asked: of a multi-turn row, the rest is kept but unused."""
+    """A conversation's user turns, asked in order with the target's own answers in between; mostly one."""
 
     id: str
     turns: tuple[str, ...]
+    category: str | None = None
+    system: str | None = None  # the row's own, which comes before prompts.system
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Every turn is a sample, whose prompt holds the conversation so far: <id>, or <id>/turn-1, <id>/turn-2, ..."""
+        return [self.id] if len(self.turns) == 1 else [f"{self.id}/turn-{n}" for n in range(1, len(self.turns) + 1)]
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt as the target reads it."""
+
+    id: str
+    text: str
+    ids: list[int]
+    category: str | None = None
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
     """The prompts of `config.source`, in order, the first `config.limit` of them.
 
-    A row is {"id", "prompt"} or {"id", "turns": [...]}; one without an id is called `<file stem>-<line>`, as
-    in humaneval-001. Raises UserError with file and line for a row that is neither, an empty prompt and an id
-    that stands twice, and for a source that cannot be read or holds nothing.
+    A row is {"prompt"}, {"turns": [...]}, {"messages": [{"role", "content"}]} or ShareGPT's {"conversations": [{"from",
+    "value"}]}, each with "id" and "category" if it likes; of the last two, assistant messages are left out: the target
+    gives its own. One without an id is called `<file stem>-<line>`, as in humaneval-001. Raises UserError with file and
+    line for a row of no such form, an empty prompt and an id that stands twice, and for a source that cannot be read or
+    holds nothing.
     """
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     for place, row, default_id in islice(_rows(config.source), config.limit):
         prompt = _prompt(place, row, default_id)
-        if prompt.id in places:
-            raise UserError(f"{place}: id {prompt.id!r} stands at {places[prompt.id]} already")
-        places[prompt.id] = place
+        if config.raw and (len(prompt.turns) > 1 or prompt.system is not None):
+            raise UserError(f"{place}: prompts.raw takes a single text, without turns or a system message")
+        for sample_id in prompt.sample_ids:
+            if sample_id in places:
+                raise UserError(f"{place}: id {sample_id!r} stands at {places[sample_id]} already")
+            places[sample_id] = place
         prompts.append(prompt)
     if not prompts:
         raise UserError(f"{config.source}: no prompts in it")
@@ -50,7 +79,7 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
 def _rows(source: str) -> Iterator[tuple[str, Any, str]]:
     """Of each row: where it stands, the row, and the id that it gets where it has none."""
     if source.startswith("hf:"):
-        yield from _hub_rows(source)
+        yield from hub_rows(source)
         return
     name, text = _read_builtin(source) if source.startswith("builtin:") else _read_file(source)
     # Not splitlines(): U+2028 and its like may stand unescaped in a JSON string.
@@ -88,48 +117,60 @@ def _read_file(source: str) -> tuple[str, str]:
         raise UserError(f"{path}: the prompts cannot be read: {error.strerror}") from None
 
 
-def _hub_rows(source: str) -> Iterator[tuple[str, Any, str]]:
-    """hf:<dataset> or hf:<dataset>:<split>; without a split, the only one or else `test`."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"prompts.source {source}: not without a package: pip install datasets") from None
-    name, _, split = source.removeprefix("hf:").partition(":")
-    try:
-        data = datasets.load_dataset(name, split=split or None)
-    except Exception as error:  # hub, network, parser: whatever it is, the user asked for this data set
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"prompts.source {source}: the data set cannot be loaded: {reason}") from None
-    if not split:
-        if len(data) > 1 and "test" not in data:
-            splits = ", ".join(f"{source}:{split}" for split in data)
-            raise UserError(f"prompts.source {source}: which split? {splits}")
-        data = data["test"] if "test" in data else next(iter(data.values()))
-    for number, row in enumerate(data, 1):
-        yield f"{source} row {number}", row, f"{name.split('/')[-1]}-{number:03d}"
-
-
 def _prompt(place: str, row: Any, default_id: str) -> Prompt:
     if not isinstance(row, dict):
         raise UserError(f"{place}: not a JSON object")
-    if row.get("prompt") is not None:
-        key, turns = "prompt", [row["prompt"]]
-    elif row.get("turns") is not None:
-        key, turns = "turns", row["turns"]
-    else:
-        raise UserError(f'{place}: neither "prompt" nor "turns" among its keys ({", ".join(map(str, row))})')
+    key = next((form for form in FORMS if row.get(form) is not None), None)
+    if key is None:
+        known = " nor ".join(json.dumps(form) for form in FORMS)
+        raise UserError(f"{place}: neither {known} among its keys ({', '.join(map(str, row))})")
+    system: str | None = None
+    turns: Any = row[key]
+    if key in ("messages", "conversations"):
+        system, turns = _turns_of_messages(place, key, turns)
+    elif key == "prompt":
+        turns = [turns]
     if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f'{place}: "{key}" must be {"text" if key == "prompt" else "a list of texts"}')
     if not turns or not all(turn.strip() for turn in turns):
         raise UserError(f'{place}: "{key}" is empty')
-    if any("\ud800" <= letter <= "\udfff" for turn in turns for letter in turn):
+    if any("\ud800" <= letter <= "\udfff" for turn in (*turns, system or "") for letter in turn):
         raise UserError(f'{place}: "{key}" holds half of a surrogate pair, which is no character')
     own = row.get("id")
     if own is None:
         own = default_id
     if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
         raise UserError(f'{place}: "id" must be text or a whole number')
-    return Prompt(str(own), tuple(turns))
+    category = row.get("category")
+    if category is not None and not isinstance(category, str):
+        raise UserError(f'{place}: "category" must be text')
+    return Prompt(str(own), tuple(turns), category or None, system)
+
+
+def _turns_of_messages(place: str, key: str, messages: Any) -> tuple[str | None, list[str]]:
+    """The system text and the user's turns of a chat; what an assistant is said to have answered is left out."""
+    role_key, text_key = ("role", "content") if key == "messages" else ("from", "value")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError(f'{place}: "{key}" must be a list of objects with "{role_key}" and "{text_key}"')
+    system: str | None = None
+    turns: list[str] = []
+    for number, message in enumerate(messages, 1):
+        named, text = message.get(role_key), message.get(text_key)
+        role = ROLES.get(named) if isinstance(named, str) else None
+        if role is None:
+            known = ", ".join(ROLES)
+            raise UserError(f'{place}: "{key}" message {number} has the {role_key} {named!r}; known are {known}')
+        if not isinstance(text, str):
+            raise UserError(f'{place}: "{key}" message {number} has no text in "{text_key}"')
+        if role == "system" and number > 1:
+            raise UserError(f'{place}: "{key}" message {number} is a system message; only the first can be one')
+        if role == "assistant" and not turns:
+            raise UserError(f'{place}: "{key}" begins with the assistant; the user must ask first')
+        if role == "system":
+            system = text
+        elif role == "user":
+            turns.append(text)
+    return system, turns
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -142,27 +183,81 @@ def _template(tokenizer: Any) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-def render_prompt(tokenizer: Any, prompt: Prompt, *, system: str | None, enable_thinking: bool) -> list[int]:
-    """Token ids of the prompt's first turn as a chat, up to where the assistant begins.
+def chat(prompt: Prompt, system: str | None, answers: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The conversation up to the turn that comes after these answers, as chat messages."""
+    system = prompt.system if prompt.system is not None else system
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for turn, answer in zip(prompt.turns, answers, strict=False):
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": visible(answer)}]
+    return [*messages, {"role": "user", "content": prompt.turns[len(answers)]}]
 
-    Without a chat template: the system text, a blank line and the prompt, with the special tokens that the
+
+def plain_text(messages: Sequence[dict[str, str]]) -> str:
+    """A conversation for a target without a chat template."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def visible(answer: str) -> str:
+    """What a client keeps of an answer for the next turn: the text after the thinking."""
+    _, found, rest = answer.rpartition(THINK_END)
+    return rest.lstrip("\n") if found else answer
+
+
+def is_chat(tokenizer: Any, config: PromptsConfig) -> bool:
+    """Whether prompts are rendered as a chat, or go in as plain text."""
+    return has_chat_template(tokenizer) and not config.raw
+
+
+def render_turn(tokenizer: Any, prompt: Prompt, config: PromptsConfig, answers: Sequence[str] = ()) -> RenderedPrompt:
+    """The prompt of the turn after `answers`, those of the turns before it."""
+    turn = len(answers)
+    ids = render_prompt(
+        tokenizer,
+        prompt,
+        system=config.system,
+        enable_thinking=config.enable_thinking,
+        answers=answers,
+        raw=config.raw,
+    )
+    return RenderedPrompt(prompt.sample_ids[turn], prompt.turns[turn], ids, prompt.category)
+
+
+def render_prompt(
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    system: str | None,
+    enable_thinking: bool,
+    answers: Sequence[str] = (),
+    raw: bool = False,
+) -> list[int]:
+    """Token ids of the conversation up to the turn after `answers`, as a chat up to where the assistant begins.
+
+    Without a chat template, or raw: the messages' texts with blank lines between, with the special tokens that the
     tokenizer itself adds. Raises UserError where the template refuses the system role, or the prompt.
     """
+    messages = chat(prompt, system, answers)
     template = _template(tokenizer)
-    if not template:
-        text = prompt.turns[0] if system is None else f"{system}\n\n{prompt.turns[0]}"
-        return [int(token) for token in tokenizer(text)["input_ids"]]
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": prompt.turns[0]})
-    thinking = {"enable_thinking": enable_thinking} if "enable_thinking" in template else {}
+    if raw or not template:
+        return [int(token) for token in tokenizer(plain_text(messages))["input_ids"]]
     try:
         ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **thinking
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **template_options(tokenizer, enable_thinking),
         )
     except TemplateError as error:
-        refused = f"prompt {prompt.id!r}" if system is None else "prompts.system (try prompts.system: null)"
+        mine = system is not None and prompt.system is None
+        refused = "prompts.system (try prompts.system: null)" if mine else f"prompt {prompt.id!r}"
         raise UserError(f"the target's chat template refuses {refused}: {error}") from None
     return [int(token) for token in ids]
+
+
+def template_options(tokenizer: Any, enable_thinking: bool) -> dict[str, bool]:
+    """enable_thinking, for a chat template that knows the word."""
+    return {"enable_thinking": enable_thinking} if "enable_thinking" in (_template(tokenizer) or "") else {}
 
 
 def stop_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
@@ -171,11 +266,11 @@ def stop_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
     """
     named = getattr(generation_config, "eos_token_id", None)
     ids = list(named) if isinstance(named, list | tuple) else [named]
-    ids += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    ids += [tokenizer.eos_token_id, end_of_turn(tokenizer)]
     return sorted({int(token) for token in ids if token is not None})
 
 
-def _end_of_turn(tokenizer: Any) -> int | None:
+def end_of_turn(tokenizer: Any) -> int | None:
     """The first special token that the template puts after the assistant's text."""
     if not has_chat_template(tokenizer):
         return None

@@ -28,7 +28,10 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     _print_table(console, *_main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
     _print_table(console, *_budget_table(results))
-    for line in (*gaps(results), *_expected(results), *_failed(results)):
+    if categories := _category_table(results, intervals=False):
+        console.print("τ by category", highlight=False)
+        _print_table(console, *categories)
+    for line in (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results)):
         console.print(line, highlight=False, markup=False)
 
 
@@ -36,7 +39,7 @@ def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(header[0], overflow="fold", min_width=9)
     for title in header[1:]:
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", no_wrap=len(title) < 18, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row), style="bold" if REFERENCE in row else "")
     console.print(table)
@@ -45,7 +48,10 @@ def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
     parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
-    parts += [f"- {line}" for line in (*gaps(results), *_expected(results), *_failed(results))]
+    lines = (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results))
+    parts += [f"- {line}" for line in lines]
+    if categories := _category_table(results, intervals=True):
+        parts += ["## τ by category", _markdown_table(*categories)]
     parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*_budget_table(results))]
     parts += [
         "## Position acceptance (share of cycles that accept at least i drafts)",
@@ -103,6 +109,53 @@ def _expected(results: dict[str, Any]) -> list[str]:
     return [f"Expected τ under rejection sampling at temperature {temperature:g}: {', '.join(taus)}"]
 
 
+def _served(results: dict[str, Any]) -> list[str]:
+    """Of completions that a server gave: the τ that its own speculative decoding reached, and what to beware of."""
+    completions = results["cache"].get("provenance", {}).get("completions")
+    if not completions:
+        return []
+    lines = completion_warnings(completions)
+    served = completions.get("served_tau")
+    if served:
+        both = f"{served['tau']:.2f}, " if served["tau"] is not None else ""
+        lines.insert(
+            0,
+            f"Served τ {both}micro {served['tau_micro']:.2f}: what the engine reached on {served['completions']} "
+            f"completions with the drafter that it runs ({served['from']}); the table says what a drafter allows",
+        )
+    return lines
+
+
+def completion_warnings(provenance: dict[str, Any]) -> list[str]:
+    """What makes fetched completions less than what the engine really read and wrote."""
+    lines, total, differ = [], provenance["completions"], provenance["differ"]
+    again = provenance["token_ids"].get("text", 0)
+    if again:
+        match = f"in {differ}, tokens and text do not match: a wrong token lowers τ there" if differ else "all match"
+        lines.append(f"{again} of {total} completions came as text and were tokenised again; {match}")
+    elif differ:
+        lines.append(f"In {differ} of {total} completions the server's token ids and its text do not match")
+    if provenance["prompts_differ"]:
+        lines.append(
+            f"The server read {provenance['prompts_differ']} of {total} prompts otherwise than the target's chat "
+            "template writes them: look at its template, system prompt and thinking mode"
+        )
+    return lines
+
+
+def _trees(results: dict[str, Any]) -> list[str]:
+    """A line a drafter whose slots depend on each other: what its trees of a budget are built from."""
+    told = {
+        "selector": "its candidate selector's scores, each token's after the one before it",
+        "logits without the Markov head": "its logits without the Markov head; τ and the width's tree take it in",
+    }
+    return [
+        f"{drafter['name']}: DDTree by budget is built from {told[drafter['ddtree_scores']]}"
+        for drafter in results["drafters"]
+        if drafter.get("ddtree_scores") in told
+    ]
+
+
 def _failed(results: dict[str, Any]) -> list[str]:
     return [f"{drafter['name']} failed: {drafter['error']}" for drafter in results["failed"]]
 
@@ -142,6 +195,16 @@ def _budget_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for drafter in results["drafters"]
     ]
     return header, rows
+
+
+def _category_table(results: dict[str, Any], *, intervals: bool) -> tuple[list[str], list[list[str]]] | None:
+    drafters = results["drafters"]
+    rows = []
+    for own in zip(*(drafter.get("categories", []) for drafter in drafters), strict=True):
+        name, samples = own[0]["category"] or "none", own[0]["samples"]
+        taus = [_with_interval(entry["tau"], entry["tau_ci95"] if intervals else None) for entry in own]
+        rows.append([name, str(samples), *taus])
+    return (["category", "samples", *(drafter["name"] for drafter in drafters)], rows) if rows else None
 
 
 def _slot_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -20,8 +20,8 @@ from dflash_eval.acceptance.statistics import (
 from dflash_eval.acceptance.walks import Walk, position_acceptance
 from dflash_eval.cache import Sample
 from dflash_eval.config import DrafterSpec, EvaluateConfig
-from dflash_eval.drafter.checkpoint import FORMAT
-from dflash_eval.drafter.model import DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.path import tree_scores
 
 
 def summarise(
@@ -40,11 +40,12 @@ def summarise(
 
     chain = [sample[0].committed for sample in walks]
     tokens, cycles = (np.array([measure(lengths) for lengths in chain], dtype=np.float64) for measure in (sum, len))
+    means = prompt_means(chain)
     return {
         "name": spec.name,
         "reference": spec.reference,
         "checkpoint": spec.checkpoint,
-        "format": FORMAT,
+        "format": drafter.format,
         "block_size": drafter.block_size,
         "target_layer_ids": list(drafter.target_layer_ids),
         "mask_token_id": drafter.mask_token_id,
@@ -55,13 +56,25 @@ def summarise(
         ),
         "cycles": sum(map(len, chain)),
         "ddtree_width": {"k": config.width, **rule(1)},
+        "ddtree_scores": tree_scores(drafter),
         "ddtree_budget": [{"budget": n, **rule(2 + i)} for i, n in enumerate(config.budgets)],
-        "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.block_size - 1),
+        "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.drafts),
         "expected_tau": None if expected is None else tau(expected),
         "expected_tau_ci95": None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed),
+        "categories": [
+            {
+                "category": name,
+                "samples": len(inside),
+                "tau": tau(means[inside]),
+                "tau_ci95": bootstrap_interval(means[inside], config.bootstrap, config.seed),
+                "tau_micro": tau_micro([chain[i] for i in inside]),
+            }
+            for name, inside in _categories(samples).items()
+        ],
         "samples": [
             {
                 "id": sample.id,
+                "category": sample.category,
                 "acceptance_lengths": own[0].committed,
                 "ddtree_width": own[1].committed,
                 "ddtree_budget": {str(n): own[2 + i].committed for i, n in enumerate(config.budgets)},
@@ -69,6 +82,14 @@ def summarise(
             for sample, own in zip(samples, walks, strict=True)
         ],
     }
+
+
+def _categories(samples: Sequence[Sample]) -> dict[str | None, list[int]]:
+    """The samples of each category, in order of appearance; none where no prompt has one."""
+    found: dict[str | None, list[int]] = {}
+    for index, sample in enumerate(samples):
+        found.setdefault(sample.category, []).append(index)
+    return {} if list(found) == [None] else found
 
 
 def compare(judged: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[dict[str, Any]]:

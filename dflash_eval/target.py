@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from dflash_eval.cache import DTYPES
 from dflash_eval.config import TargetConfig
@@ -25,7 +25,8 @@ from dflash_eval.errors import UserError
 from dflash_eval.machine import pick_device, rank_devices
 from dflash_eval.sources import fingerprint, resolve
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+MODEL_FILES = (*TEXT_FILES, "*.safetensors")
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}  # what pip calls the packages
 
 
@@ -55,7 +56,7 @@ class Target:
         head = self.model.get_output_embeddings().weight
         if head is not embedding and not (head.data_ptr() == embedding.data_ptr() and head.shape == embedding.shape):
             tensors["lm_head.weight"] = head
-        norm = _final_norm(self.model, self.layers)
+        norm = final_norm(self.model, self.layers)
         if norm is not None:
             tensors["norm.weight"] = norm.weight
         return tensors
@@ -69,8 +70,9 @@ class TargetFiles:
     gguf: str | None
 
     @classmethod
-    def find(cls, config: TargetConfig) -> TargetFiles:
-        path = resolve(config.model, config.revision, MODEL_FILES)
+    def find(cls, config: TargetConfig, weights: bool = True) -> TargetFiles:
+        """Without `weights` a hub's are not fetched: enough for the tokenizer and the configs."""
+        path = resolve(config.model, config.revision, MODEL_FILES if weights else TEXT_FILES)
         if path.is_dir():
             return cls(path, None)
         if path.suffix != ".gguf":
@@ -85,10 +87,19 @@ class TargetFiles:
 
 
 def load_tokenizer(files: TargetFiles, config: TargetConfig) -> Any:
-    with _load_errors(config):
+    with load_errors(config):
         return AutoTokenizer.from_pretrained(
             files.folder, trust_remote_code=config.trust_remote_code, **files.arguments()
         )
+
+
+def load_generation_config(files: TargetFiles) -> Any:
+    """The target's generation defaults; None where it has none of its own."""
+    if files.gguf or not (files.folder / "generation_config.json").exists():
+        return None
+    with suppress(OSError, ValueError):
+        return GenerationConfig.from_pretrained(files.folder)
+    return None
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -104,10 +115,10 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = pick_device(config.device)
-    if config.require_kernels:
+    if config.require_kernels and not files.gguf:  # a GGUF holds no linear attention that needs a kernel
         _require_kernels(skeleton(files, config), config)  # before any weight is read
-    with _load_errors(config):
-        auto, _ = _model_class(files, config)
+    with load_errors(config):
+        auto = AutoModelForCausalLM if files.gguf else _model_class(files, config)[0]  # a GGUF's config is slow to read
         model = auto.from_pretrained(
             files.folder,
             dtype=DTYPES[config.dtype],
@@ -120,7 +131,7 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
 
 def skeleton(files: TargetFiles, config: TargetConfig) -> Any:
     """The target without weights, on the meta device."""
-    with _load_errors(config):
+    with load_errors(config):
         auto, described = _model_class(files, config)
         with torch.device("meta"):
             return auto.from_config(described, trust_remote_code=config.trust_remote_code)
@@ -146,7 +157,7 @@ def _placement(config: TargetConfig, device: torch.device) -> dict[str, Any]:
 
 
 @contextmanager
-def _load_errors(config: TargetConfig) -> Iterator[None]:
+def load_errors(config: TargetConfig) -> Iterator[None]:
     """Turn what transformers says about unreadable model files into one plain error."""
     try:
         yield
@@ -169,7 +180,7 @@ def find_layers(model: Any) -> nn.ModuleList:
     return lists[decoder[0]]
 
 
-def _final_norm(model: Any, layers: nn.ModuleList) -> Any:
+def final_norm(model: Any, layers: nn.ModuleList) -> Any:
     """The norm that stands beside the decoder layers."""
     for module in model.modules():
         if any(child is layers for child in module.children()):

@@ -21,7 +21,8 @@ from transformers import (
 
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
-from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.extract import extract
 
 torch.set_num_threads(1)  # the models are tiny: threads only wait for each other

@@ -116,6 +116,14 @@ def test_a_cache_that_is_not_there_exits_2_saying_what_to_run(main, config):
     assert "dflash-eval extract" in plain(stderr)
 
 
+def test_completions_without_a_server_exit_2_naming_the_url(config):
+    url = "http://127.0.0.1:9"
+    settings = ["completions.source=server", f"completions.server.base_url={url}", f"cache_dir={config.parent / 'new'}"]
+    done = command("completions", "-c", config, *(word for setting in settings for word in ("--set", setting)))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{url}/v1/models: no server answers there" in plain(done.stderr)
+
+
 @pytest.mark.parametrize(("failure", "status"), [(UserError, 2), (RunError, 1)])
 @pytest.mark.parametrize("verb", ["extract", "evaluate"])
 def test_what_the_user_got_wrong_exits_2_and_a_failed_run_exits_1(main, config, monkeypatch, verb, failure, status):
@@ -147,6 +155,8 @@ def test_help_lists_the_commands_and_the_commands_help_their_options():
     assert listed.returncode == 0
     assert "extract" in listed.stdout
     assert "evaluate" in listed.stdout
+    assert "completions" in listed.stdout
+    assert "import" in listed.stdout
     options = command("extract", "--help", NO_COLOR="1", COLUMNS="80")
     assert options.returncode == 0
     for option in ("--config", "--set", "--force"):

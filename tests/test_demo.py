@@ -16,7 +16,8 @@ from dflash_eval.cache import Cache
 from dflash_eval.config import TargetConfig, load_config
 from dflash_eval.demo import train
 from dflash_eval.demo.prompts import HELD_OUT, composed_prompts, first_sentences
-from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.evaluate import evaluate
 from dflash_eval.extract import extract
 from dflash_eval.target import TargetFiles, load_target

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import END, PROMPTS, VOCABULARY, drafter_json, make_target, save_drafter, tiny_tokenizer, write_config
+from serving import greedy
 from transformers import AutoModelForCausalLM
 
 from dflash_eval import cache as cachefile
@@ -24,6 +25,7 @@ from dflash_eval.cache import Cache
 from dflash_eval.completions import generate_batch
 from dflash_eval.config import load_config
 from dflash_eval.errors import UserError
+from dflash_eval.evaluate import evaluate
 from dflash_eval.extract import extract, wanted_layers
 from dflash_eval.target import TargetFiles, find_layers, kernels_of, load_target
 
@@ -394,6 +396,37 @@ def test_a_disk_that_fills_keeps_the_finished_shards_and_resumes(tiny, tmp_path,
     assert [path.name for path in sorted(config.cache_dir.glob("*.h5"))] == ["states-00000.h5", "states-00001.h5"]
     monkeypatch.undo()
     assert len(Cache(quiet(config)).manifest.shards) > 3
+
+
+def test_conversations_are_answered_turn_by_turn_and_every_turn_is_a_sample(tiny, tmp_path):
+    rows = [{"id": "a", "turns": ["sort a list", "why?"], "category": "chat"}, {"id": "b", "prompt": "zip"},
+            {"id": "c", "turns": ["add", "and now?", "zip"]}]  # fmt: skip
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(write_config(tmp_path, tiny.target, [("a", tiny.drafter)], completions={"max_new_tokens": 12}))
+    cache = Cache(quiet(config))
+    wanted = ["a/turn-1", "a/turn-2", "b", "c/turn-1", "c/turn-2", "c/turn-3"]
+    assert [sample.id for sample in cache.samples] == wanted
+    assert [sample.category for sample in cache.samples] == ["chat", "chat", None, None, None, None]
+    slow, by_id = greedy(tiny.target), {sample.id: sample for sample in cache.samples}
+    for row in rows:
+        chat = []
+        for number, turn in enumerate(row.get("turns", [row.get("prompt")]), 1):
+            chat.append({"role": "user", "content": turn})
+            sample = by_id[f"{row['id']}/turn-{number}" if "turns" in row else row["id"]]
+            prompt = tiny_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            assert (sample.prompt, sample.prompt_ids) == (turn, prompt)
+            assert sample.completion_ids == slow(prompt, 12)
+            chat.append({"role": "assistant", "content": sample.text})
+    drafter = evaluate(config)["drafters"][0]
+    assert [(c["category"], c["samples"]) for c in drafter["categories"]] == [("chat", 2), (None, 4)]
+    means = [np.mean(s["acceptance_lengths"]) for s in drafter["samples"] if s["category"] == "chat"]
+    assert drafter["categories"][0]["tau"] == pytest.approx(np.mean(means))
+    said = [{"id": sample.id, "completion_ids": sample.completion_ids} for sample in cache.samples]
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+    completions = {"source": "file", "file": str(tmp_path / "said.jsonl"), "max_new_tokens": 12}
+    sections = {"completions": completions, "cache_dir": str(tmp_path / "read")}
+    read = Cache(quiet(load_config(write_config(tmp_path, tiny.target, [("a", tiny.drafter)], **sections))))
+    assert [sample.input_ids for sample in read.samples] == [sample.input_ids for sample in cache.samples]
 
 
 def test_required_kernels_that_would_fall_back_stop_the_run_before_any_weight_is_read(tiny_hybrid, tmp_path):

@@ -8,7 +8,8 @@ from conftest import drafter_json, write_config
 
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
-from dflash_eval.drafter.model import BlockAttention, Blocks, DFlashDrafter, DrafterConfig, Group
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import BlockAttention, Blocks, DFlashDrafter, Group
 from dflash_eval.drafter.scoring import Scorer, rank_rows
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
@@ -72,8 +73,17 @@ def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
             assert torch.cosine_similarity(ours, theirs, dim=-1).min() > 0.999
 
 
-@pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (9, True), (9, False), (70, True)])
-@pytest.mark.parametrize("shape", [(6, 4, 2, 16), (16, 9, 3, 64), (16, 32, 8, 128)])
+ATTENTION = [  # (slots, heads, key heads, head size), window, causal; each is a kernel to compile
+    ((6, 4, 2, 16), None, False),
+    ((6, 4, 2, 16), 9, True),
+    ((16, 9, 3, 64), None, True),
+    ((16, 9, 3, 64), 70, True),
+    ((16, 32, 8, 128), None, False),
+    ((16, 32, 8, 128), 9, False),
+]
+
+
+@pytest.mark.parametrize(("shape", "window", "causal"), ATTENTION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_attention_equals_plain_products(shape, window, causal, dtype):
     slots, heads, kv_heads, head_dim = shape

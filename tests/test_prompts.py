@@ -1,4 +1,4 @@
-"""Prompts: the sets, the two row forms, the chat template, and what ends an answer."""
+"""Prompts: the sets, the row forms, conversations, the chat template, and what ends an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_eval.config import PromptsConfig
 from dflash_eval.errors import UserError
-from dflash_eval.prompts import Prompt, has_chat_template, load_prompts, render_prompt, stop_token_ids
+from dflash_eval.hub_prompts import HUB_SETS
+from dflash_eval.prompts import (
+    Prompt,
+    has_chat_template,
+    is_chat,
+    load_prompts,
+    render_prompt,
+    render_turn,
+    stop_token_ids,
+    visible,
+)
 
 SPECIAL = ["<s>", "</s>", "<user>", "<assistant>", "<system>", "<end>", "<think>"]
 WORDS = ["[UNK]", "hello", "world", "be", "brief", "question"]
@@ -39,7 +49,7 @@ def ids(*tokens: str) -> list[int]:
 
 
 def render(template: str | None = TEMPLATE, system: str | None = None, thinking: bool = False) -> list[int]:
-    prompt = Prompt("p", ("hello world", "a second turn that is not asked"))
+    prompt = Prompt("p", ("hello world", "a second turn that is not asked yet"))
     return render_prompt(tokenizer(template), prompt, system=system, enable_thinking=thinking)
 
 
@@ -73,6 +83,54 @@ def test_both_row_forms_are_read_blank_lines_passed_and_missing_ids_made_from_st
     ]
 
 
+def test_chats_keep_the_users_turns_and_the_system_message_and_leave_out_the_answers(tmp_path):
+    messages = [("system", "brief"), ("user", "one"), ("assistant", "not asked for"), ("user", "two")]
+    share = [("human", "one"), ("gpt", "not asked for"), ("human", "two")]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in messages], "category": "maths"},
+        {"id": "s", "conversations": [{"from": role, "value": text} for role, text in share]},
+    ]
+    assert load(tmp_path, *rows) == [
+        Prompt("set-001", ("one", "two"), "maths", "brief"),
+        Prompt("s", ("one", "two")),
+    ]
+
+
+def test_every_turn_is_a_sample_whose_prompt_holds_the_conversation_so_far():
+    assert Prompt("p", ("a",)).sample_ids == ["p"]
+    prompt = Prompt("p", ("hello", "world"), "greetings", "be brief")
+    assert prompt.sample_ids == ["p/turn-1", "p/turn-2"]
+    start = ["<system>", "be", "brief", "<end>", "<user>", "hello", "<end>", "<assistant>"]
+    config = PromptsConfig(system="another that the row's own goes before")
+    first, second = (render_turn(tokenizer(), prompt, config, answers) for answers in ([], ["question"]))
+    assert (first.id, first.text, first.category) == ("p/turn-1", "hello", "greetings")
+    assert first.ids == ids(*start)
+    assert (second.id, second.text) == ("p/turn-2", "world")
+    assert second.ids == ids(*start, "question", "<end>", "<user>", "world", "<end>", "<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ("hello", "hello"),
+        ("<think>\nwell\n</think>\n\nhello", "hello"),
+        ("well</think>hello", "hello"),
+        ("<think>cut", "<think>cut"),
+    ],
+)
+def test_the_next_turn_does_not_see_what_was_thought(answer, kept):
+    assert visible(answer) == kept
+
+
+def test_raw_prompts_go_in_as_they_are(tmp_path):
+    config = PromptsConfig(source="unused", raw=True)
+    assert not is_chat(tokenizer(), config)
+    assert render_turn(tokenizer(), Prompt("p", ("hello world",)), config).ids == ids("<s>", "hello", "world")
+    (tmp_path / "set.jsonl").write_text(json.dumps({"turns": ["a", "b"]}))
+    source = str(tmp_path / "set.jsonl")
+    assert "set.jsonl:1: prompts.raw takes a single text" in error(load_prompts, PromptsConfig(source=source, raw=True))
+
+
 def test_a_line_ends_at_a_newline_only(tmp_path):
     assert load(tmp_path, '{"prompt": "a\u2028b"}\r')[0].turns == ("a\u2028b",)
 
@@ -91,7 +149,40 @@ def test_limit_takes_the_first_rows_and_looks_no_further(tmp_path):
     [
         ([{"prompt": "a"}, "{"], "set.jsonl:2: not JSON: "),
         (["[1]"], "set.jsonl:1: not a JSON object"),
-        ([{"text": "a", "id": 1}], 'set.jsonl:1: neither "prompt" nor "turns" among its keys (text, id)'),
+        (
+            [{"text": "a", "id": 1}],
+            'set.jsonl:1: neither "prompt" nor "turns" nor "messages" nor "conversations" among its keys (text, id)',
+        ),
+        ([{"prompt": "a", "category": 3}], 'set.jsonl:1: "category" must be text'),
+        ([{"messages": []}], 'set.jsonl:1: "messages" is empty'),
+        ([{"messages": "hi"}], 'set.jsonl:1: "messages" must be a list of objects with "role" and "content"'),
+        ([{"conversations": ["hi"]}], 'set.jsonl:1: "conversations" must be a list of objects with "from" and "value"'),
+        (
+            [{"prompt": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}],
+            'set.jsonl:2: "messages" begins with the assistant; the user must ask first',
+        ),
+        (
+            [{"conversations": [{"from": "system", "value": "s"}, {"from": "gpt", "value": "a"}]}],
+            'set.jsonl:1: "conversations" begins with the assistant; the user must ask first',
+        ),
+        (
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}],
+            "set.jsonl:1: \"messages\" message 2 has the role 'tool'; known are system, user, assistant",
+        ),
+        ([{"messages": [{"content": "a"}]}], 'set.jsonl:1: "messages" message 1 has the role None'),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
+            'set.jsonl:1: "messages" message 1 has no text in "content"',
+        ),
+        (
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "s"}]}],
+            'set.jsonl:1: "messages" message 2 is a system message; only the first can be one',
+        ),
+        ([{"messages": [{"role": "system", "content": "s"}]}], 'set.jsonl:1: "messages" is empty'),
+        (
+            [{"id": "a", "turns": ["x", "y"]}, {"id": "a/turn-2", "prompt": "z"}],
+            "set.jsonl:2: id 'a/turn-2' stands at ",
+        ),
         ([{"prompt": " \n"}], 'set.jsonl:1: "prompt" is empty'),
         ([{"turns": []}], 'set.jsonl:1: "turns" is empty'),
         ([{"turns": ["a", ""]}], 'set.jsonl:1: "turns" is empty'),
@@ -127,8 +218,8 @@ HUB = {"train": [{"prompt": "a"}], "test": [{"prompt": "b"}, {"id": "x", "turns"
 def load_from_hub(monkeypatch, splits: dict, split: str = "") -> list[Prompt]:
     """Through a stand-in for `datasets`, of which only load_dataset is used."""
 
-    def load_dataset(name, split):
-        assert name == "owner/some-set"
+    def load_dataset(name, config, split):
+        assert (name, config) == ("owner/some-set", None)
         return splits[split] if split else splits
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
@@ -151,6 +242,62 @@ def test_a_hub_set_that_cannot_be_had_is_told_in_one_line(monkeypatch):
     assert "cannot be loaded: 'dev'" in error(load_from_hub, monkeypatch, HUB, ":dev")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install datasets" in error(load_prompts, PromptsConfig(source="hf:owner/some-set"))
+
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+TESTED = "Write a solution to the following problem and make sure that it passes the tests:"
+EVAL_ROWS = {  # a row as the hub has it, and the turn that z-lab and DeepSpec make of it
+    "gsm8k": ({"question": "How much?", "answer": "3"}, f"How much?{BOXED}"),
+    "math500": ({"problem": "Solve."}, f"Solve.{BOXED}"),
+    "humaneval": ({"prompt": "def f():\n"}, f"{TESTED}\n```python\ndef f():\n\n```"),
+    "mbpp": ({"prompt": "Write a function.", "code": "x"}, "Write a function."),
+    "alpaca": ({"instruction": "Sum it up.", "input": "A text."}, "Sum it up.\n\nInput:\nA text."),
+}
+
+
+@pytest.mark.parametrize("name", EVAL_ROWS)
+def test_a_well_known_set_has_the_wording_that_others_use(monkeypatch, name):
+    row, turn = EVAL_ROWS[name]
+    asked = []
+
+    def load_dataset(*arguments, split):
+        asked.append((*arguments, split))
+        return [row]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert load_prompts(PromptsConfig(source=f"hf:{name}")) == [Prompt(f"{name}-001", (turn,))]
+    known = HUB_SETS[name]
+    assert asked == [(known.dataset, known.config, known.split)]
+
+
+def test_mt_bench_keeps_both_turns_and_the_category(monkeypatch):
+    row = {"prompt": ["one", "two"], "category": "writing"}
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [row, {"text": "x"}]))
+    assert load_prompts(PromptsConfig(source="hf:mt-bench", limit=1)) == [
+        Prompt("mt-bench-001", ("one", "two"), "writing")
+    ]
+    assert "row 2: not a row of HuggingFaceH4/mt_bench_prompts as it was known" in error(
+        load_prompts, PromptsConfig(source="hf:mt-bench")
+    )
+
+
+def test_livecodebench_is_read_from_its_files(monkeypatch, tmp_path):
+    def download(dataset, filename, repo_type):
+        path = tmp_path / filename
+        path.write_text(json.dumps({"question_content": f"Q of {filename}", "starter_code": ""}) + "\n")
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    prompts = load_prompts(PromptsConfig(source="hf:livecodebench"))
+    assert len(prompts) == 6
+    assert "### Question:\nQ of test.jsonl\n\n### Format: Write your code in" in prompts[0].turns[0]
+    assert "```python\n# YOUR CODE HERE\n```" in prompts[0].turns[0]
+
+    def refuse(*_, **__):
+        raise OSError("no such host")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    assert "cannot be loaded: no such host" in error(load_prompts, PromptsConfig(source="hf:livecodebench"))
 
 
 def test_a_prompt_is_rendered_as_a_chat_up_to_where_the_assistant_begins():

@@ -152,6 +152,39 @@ def test_a_difference_that_may_be_none_says_what_would_show(results):
     assert "Too few to tell them apart: that takes a difference of 0.71" in gaps(results)[0]
 
 
+def test_tau_is_broken_down_by_category(results):
+    assert "category" not in printed(results)
+    for i, entry in enumerate(results["drafters"]):
+        entry["categories"] = [
+            {"category": "maths", "samples": 7, "tau": 3.21 + i, "tau_ci95": (2.11, 4.3), "tau_micro": 3.0},
+            {"category": None, "samples": 3, "tau": 5.43 + i, "tau_ci95": None, "tau_micro": 5.0},
+        ]
+    for text in (printed(results), markdown(results)):
+        for name, count, tau in (("maths", 7, 3.21), ("none", 3, 5.43)):
+            row = rows(text, name)[0]
+            assert re.search(rf"{name}[\s|│]+{count}\b", row)
+            for i in range(3):
+                assert f"{tau + i:.2f}" in row
+    assert "3.21 [2.11, 4.30]" in markdown(results)
+
+
+def test_the_engines_own_tau_stands_beside_ours_with_what_to_beware_of(results):
+    served = {"tau": 3.98, "tau_micro": 3.87, "completions": 10, "from": "spec_verify_ct by completion"}
+    results["cache"]["provenance"] = {
+        "completions": {
+            "completions": 10, "token_ids": {"text": 4, "server": 6}, "differ": 3, "prompts_differ": 2,
+            "served_tau": served,
+        }
+    }  # fmt: skip
+    for text in (printed(results), markdown(results)):
+        told = " ".join(text.split())
+        assert "Served τ 3.98, micro 3.87: what the engine reached on 10 completions" in told
+        assert "4 of 10 completions came as text and were tokenised again; in 3, tokens and text do not match" in told
+        assert "The server read 2 of 10 prompts otherwise than the target's chat template" in told
+    results["cache"]["provenance"]["completions"]["served_tau"] = served | {"tau": None}
+    assert "Served τ micro 3.87" in " ".join(printed(results).split())
+
+
 def test_without_a_reference_there_is_no_gap_and_no_mark(results):
     results["drafters"][0]["reference"] = False
     results["comparisons"] = []

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_eval.drafter import scoring
-from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.errors import UserError
 
 

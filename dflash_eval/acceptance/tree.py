@@ -4,7 +4,7 @@ The best-first tree of n nodes (Ringel & Romano 2026, arXiv:2604.12989) holds th
 weighing the product of its tokens' per-slot probabilities. A prefix of the sequence is therefore inside the tree
 exactly when fewer than n prefixes come before it, and one number, that rank, answers for every budget.
 
-Order, ties included: heavier first; then shallower; then the heavier parent's child; then the more probable token.
+Order, ties included: heavier first; then shallower; then, slot by slot, the more probable token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ANCHORS_AT_ONCE = {"cpu": 256, "cuda": 8192}  # a GPU takes as long for 256 as for 5,000
-ROW_STRIDE = 1e4  # separates the rows in one flat searchsorted; costs are clamped below it
+NEVER = 1e4  # cost of a token of probability zero: beyond every other prefix, and still a number
 
 
 def accepted_in_tree(top_logprobs: Tensor, ranks: Tensor, slots: Tensor, budgets: Sequence[int]) -> Tensor:
@@ -43,11 +43,9 @@ def settled_within(order: Tensor, top_logprobs: Tensor, ranks: Tensor, budgets: 
     those of the sequence that are inside: a prefix costs no less than the cheapest one of the last depth here.
     """
     limits = torch.tensor(list(budgets), device=order.device)
-    logprobs = top_logprobs.double()
-    costs = -logprobs.gather(2, ranks.clamp(0, logprobs.shape[2] - 1)[..., None]).squeeze(2)
     inside = order[:, :, None] < limits
-    path = costs.cumsum(1)[:, :, None].masked_fill(~inside, -torch.inf).amax(1)
-    cheapest = -logprobs[..., 0].sum(1, keepdim=True)
+    path = _path_costs(top_logprobs, ranks)[:, :, None].masked_fill(~inside, -torch.inf).amax(1)
+    cheapest = -top_logprobs[..., 0].double().sum(1, keepdim=True)
     return ~inside.all(1) & (cheapest >= path)
 
 
@@ -55,91 +53,136 @@ def prefix_order(top_logprobs: Tensor, ranks: Tensor, slots: Tensor, n: int) -> 
     """How many prefixes come before each prefix of the sequence: [anchors, depth] int64, n where it is n or more."""
     step = ANCHORS_AT_ONCE[ranks.device.type]
     parts = [
-        _prefix_order(top_logprobs[i : i + step, :, :n].double(), ranks[i : i + step], slots[i : i + step], n)
+        _prefix_order(top_logprobs[i : i + step], ranks[i : i + step], slots[i : i + step], n)
         for i in range(0, len(ranks), step)
     ]
     return torch.cat(parts) if parts else ranks.clone()
 
 
+def _path_costs(logprobs: Tensor, ranks: Tensor) -> Tensor:
+    """[anchors, depth] float64: what each prefix of the sequence costs, -log of its weight."""
+    own = logprobs.gather(2, ranks.clamp(0, logprobs.shape[2] - 1)[..., None]).squeeze(2)
+    return -own.double().clamp_min(-NEVER).cumsum(1)
+
+
 def _prefix_order(logprobs: Tensor, ranks: Tensor, slots: Tensor, n: int) -> Tensor:
     _, depth, k = logprobs.shape
     device = logprobs.device
-    costs = (-logprobs).clamp_max(ROW_STRIDE / 2)
-    drafted = torch.arange(depth, device=device) < slots[:, None]
-    present = ((ranks < min(k, n)) & drafted).int().cumprod(1).bool()
-    path = costs.gather(2, ranks.clamp(0, k - 1)[..., None]).squeeze(2)
-    path = path.cumsum(1).masked_fill(~present, torch.inf)  # cost of each prefix of the sequence
+    if (logprobs[..., -1] < -NEVER).any():
+        logprobs = logprobs.clamp_min(-NEVER)
+    width = min(k, n)
+    present = (ranks < width) & (torch.arange(depth, device=device) < slots[:, None])
+    present = present.int().cumprod(1).bool()
+    path = _path_costs(logprobs, ranks).masked_fill(~present, torch.inf)
+    sizes = [min(sum(width ** (d + 1) for d in range(s)), 1 << 62) for s in range(depth + 1)]
+    everything = torch.tensor(sizes, device=device)[slots]
 
-    # All prefixes up to a cost are listed; the cost is raised until they hold the path or n prefixes.
+    # All prefixes up to a cost are listed; the cost is raised until they hold the path or n prefixes. To begin with,
+    # it is one that at most n prefixes of a depth can have: their weights sum to 1 at most.
     wanted = path.masked_fill(~present, -torch.inf).amax(1)
     limit = wanted.clamp_max(math.log(n))
     order = torch.full_like(ranks, n)
-    pending = present[:, 0].nonzero().squeeze(1)
+    pending, most = present[:, 0].nonzero().squeeze(1), 2.0
     while len(pending):
-        found, count, exhausted = _count_before(
-            costs[pending], ranks[pending], slots[pending], path[pending], limit[pending], n
-        )
-        done = (limit[pending] >= wanted[pending]) | (count >= n) | exhausted
+        found, count = _count_before(logprobs, ranks, slots, path, pending, limit, width, n, most > 2)
+        done = (limit[pending] >= wanted[pending]) | (count >= torch.clamp_max(everything[pending], n))
         order[pending[done]] = found[done]
         pending, count = pending[~done], count[~done]
-        limit[pending] += (n / count.clamp_min(1)).log().clamp_min(0.2)
+        limit[pending] += (n / count.clamp_min(1)).log().clamp(0.2, most)
         limit = torch.minimum(limit, wanted)
+        most *= 2
     return order
 
 
 def _count_before(
-    costs: Tensor, ranks: Tensor, slots: Tensor, path: Tensor, limit: Tensor, n: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """List every prefix that costs at most `limit` (and some more), depth by depth; count those before the path's.
+    logprobs: Tensor,
+    ranks: Tensor,
+    slots: Tensor,
+    path: Tensor,
+    rows: Tensor,
+    limit: Tensor,
+    width: int,
+    n: int,
+    prune: bool,
+) -> tuple[Tensor, Tensor]:
+    """List every prefix of the anchors `rows` that costs at most their `limit`, depth by depth, and count.
 
-    Returns the path's order [anchors, depth], the number of listed prefixes within the limit [anchors], and
-    whether the limit left nothing out [anchors].
+    Returns how many come before each prefix of the path ([rows, depth], n where that costs more than the limit), and
+    how many there are ([rows], no more than the n cheapest of a depth counted).
     """
-    anchors, depth, k = costs.shape
-    device = costs.device
-    keys = (costs + ROW_STRIDE * torch.arange(anchors * depth, device=device).view(anchors, depth, 1)).flatten()
-    slack = limit + 1e-6  # rounding in `keys` may list a prefix too many, never one too few
-    depths = torch.arange(depth, device=device)
+    _, depth, k = logprobs.shape
+    device = logprobs.device
+    flat = logprobs.reshape(-1)
+    limit, path, slots, ranks = limit[rows].clone(), path[rows], slots[rows], ranks[rows]
+    columns = 1 << depth.bit_length()  # above `depth`, so that the last is always infinite
+    stairs = torch.cat([path, path.new_full((len(rows), columns - depth), torch.inf)], 1).flatten()
+    cheaper = torch.zeros(len(rows) * columns, dtype=torch.int64, device=device)
+    equal = torch.zeros(len(rows), depth, dtype=torch.int64, device=device)
+    count = torch.zeros(len(rows), dtype=torch.int64, device=device)
 
-    before = torch.zeros(anchors, depth, dtype=torch.int64, device=device)
-    own_order = torch.full((anchors, depth), n, dtype=torch.int64, device=device)
-    count = torch.zeros(anchors, dtype=torch.int64, device=device)
-    exhausted = torch.ones(anchors, dtype=torch.bool, device=device)
-
-    # The frontier: one depth's prefixes, by anchor and within an anchor in order.
-    anchor = torch.arange(anchors, device=device)
-    cost = torch.zeros(anchors, dtype=costs.dtype, device=device)
-    position = torch.zeros_like(anchor)
-    on_path = torch.ones(anchors, dtype=torch.bool, device=device)
+    # One depth's prefixes, by anchor (the index into `rows`), within an anchor by their tokens' ranks, slot by slot.
+    anchor = torch.arange(len(rows), device=device)
+    cost = torch.zeros(len(rows), dtype=torch.float64, device=device)
+    on_path = anchor  # where the path's own prefix is among them; -1 where it costs more than the limit
     for d in range(depth):
-        row = anchor * depth + d
-        within = torch.searchsorted(keys, slack[anchor] - cost + ROW_STRIDE * row, right=True) - row * k
-        # Children of the i-th parent beyond rank n // (i + 1) have n prefixes of their own depth before them.
-        most = (n // (position + 1)).clamp_max(k)
-        within = torch.where(d < slots[anchor], within.clamp_min(0), 0)
-        exhausted.index_fill_(0, anchor[(within < most) & (d < slots[anchor])], False)
-        children = torch.minimum(within, most)
-        parent = torch.repeat_interleave(children)
-        if not len(parent):
+        row = (rows * depth + d) * k
+        nearest = torch.where(d < slots, flat[row].double(), -torch.inf)
+        alive = cost - nearest[anchor] <= limit[anchor]
+        parents = alive.nonzero().squeeze(1)
+        if not len(parents):
             break
-        rank = torch.arange(len(parent), device=device) - (children.cumsum(0) - children)[parent]
+        anchor, cost = anchor[parents], cost[parents]
+        begin, room = row[anchor], limit[anchor]
+        children = torch.ones_like(parents)
+        for step in _halves(width):
+            more = (children + (step - 1)).clamp_max(width - 1)
+            fits = (cost - flat[begin + more].double() <= room) & (children + step <= width)
+            children += step * fits
+        start = children.cumsum(0) - children
+
+        at = alive.cumsum(0)[on_path] - 1
+        listed = (on_path >= 0) & alive[on_path] & (ranks[:, d] < children[at])
+        on_path = torch.where(listed, start[at] + ranks[:, d], -1)
+        parent = torch.repeat_interleave(children)
+        index = torch.arange(len(parent), device=device) + (begin - start)[parent]
+        cost = cost[parent] - flat[index].double()
         anchor = anchor[parent]
-        cost = cost[parent] + costs[anchor, d, rank]
-        on_path = on_path[parent] & (rank == ranks[anchor, d])
+        if prune:
+            kept = _cheapest(anchor, cost, limit, n)
+            on_path = torch.where((on_path >= 0) & kept[on_path], kept.cumsum(0)[on_path] - 1, -1)
+            anchor, cost = anchor[kept], cost[kept]
+        count += torch.bincount(anchor, minlength=len(rows))
 
-        cost, by_cost = cost.sort(stable=True)
-        anchor, by_anchor = anchor[by_cost].sort(stable=True)
-        cost, on_path = cost[by_anchor], on_path[by_cost[by_anchor]]
-        sizes = torch.bincount(anchor, minlength=anchors)
-        position = torch.arange(len(anchor), device=device) - (sizes.cumsum(0) - sizes)[anchor]
-        kept = position < n
-        anchor, cost, position, on_path = anchor[kept], cost[kept], position[kept], on_path[kept]
+        above = anchor * columns  # the first prefix of the path that costs more than this one
+        for step in _halves(columns):
+            above += step * (stairs[above + (step - 1)] <= cost)
+        cheaper += torch.bincount(above, minlength=len(cheaper))
+        ties = stairs[above - 1] == cost
+        ties &= above > anchor * columns
+        own = on_path[on_path >= 0]
+        ties[own] = above[own] > anchor[own] * columns + d + 1
+        ties = ties.nonzero().squeeze(1)
+        if len(ties):
+            owner, later = anchor[ties], torch.arange(depth, device=device)
+            before = (d < later) | ((d == later) & (ties < on_path[owner])[:, None])
+            equal.index_add_(0, owner, ((path[owner] == cost[ties, None]) & before).long())
+    before = cheaper.view(-1, columns).cumsum(1)[:, :depth] + equal
+    return before.clamp_max(n).masked_fill(path > limit[:, None], n), count
 
-        count += torch.bincount(anchor[cost <= limit[anchor]], minlength=anchors)
-        own_order[anchor[on_path], d] = position[on_path]
-        # A prefix of this depth comes before a deeper path prefix on a tie, and before a shallower one not.
-        lighter = path[anchor] > cost[:, None]
-        lighter |= (path[anchor] == cost[:, None]) & (d < depths)
-        lighter[:, d] = False
-        before.index_add_(0, anchor, lighter.long())
-    return (before + own_order).clamp_max(n), count, exhausted
+
+def _halves(size: int) -> list[int]:
+    """The steps of a binary search among `size` places: powers of two, falling to 1."""
+    return [1 << bit for bit in reversed(range((size - 1).bit_length()))]
+
+
+def _cheapest(anchor: Tensor, cost: Tensor, limit: Tensor, n: int) -> Tensor:
+    """Which of a depth's prefixes are no dearer than their anchor's n-th cheapest, to which `limit` is lowered."""
+    sizes = torch.bincount(anchor, minlength=len(limit))
+    many = sizes > n
+    if many.any():
+        inside = many[anchor].nonzero().squeeze(1)
+        by_cost = inside[cost[inside].argsort()]
+        grouped = by_cost[anchor[by_cost].argsort(stable=True)]
+        last = (sizes * many).cumsum(0)[many] - sizes[many] + n - 1
+        limit[many] = cost[grouped[last]]
+    return cost <= limit[anchor]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from dflash_eval.acceptance.walks import Walk, replay
 from dflash_eval.cache import Cache
 from dflash_eval.config import EvaluateConfig
-from dflash_eval.drafter.model import DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
 
 
 def tree_orders(logprobs: Sequence[Sequence[float]], budget: int) -> dict[tuple[int, ...], int]:

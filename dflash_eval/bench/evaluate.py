@@ -90,8 +90,8 @@ def _drafting(
     say: Say,
 ) -> dict[str, Any]:
     """Every anchor's block, from the features to the most probable tokens of all its slots."""
-    n = min(max(config.evaluate.width, *config.evaluate.budgets), len(lm_head))
-    scorer = Scorer(drafter, lm_head, n)
+    scorer = Scorer(drafter, lm_head, max(config.evaluate.width, *config.evaluate.budgets))
+    embedding, n = drafter.embedding(embedding), scorer.n
     counted = Matmuls()
 
     def draft_all() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:

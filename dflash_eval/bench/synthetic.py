@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from dflash_eval.cache import Manifest, Sample, ShardWriter, write_completions, write_head, write_manifest
 from dflash_eval.config import Config
-from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import DFlashDrafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.6-27b": {

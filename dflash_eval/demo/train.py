@@ -33,7 +33,8 @@ from dflash_eval.batches import plan_batches
 from dflash_eval.completions import generate_batch
 from dflash_eval.config import CompletionsConfig, TargetConfig
 from dflash_eval.demo.prompts import OPENINGS, composed_prompts, first_sentences
-from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.forward import run_body
 from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer
 

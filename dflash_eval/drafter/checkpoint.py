@@ -1,55 +1,43 @@
-"""Read a drafter from a checkpoint folder: `config.json` beside safetensors, as z-lab publishes them.
+"""Read a drafter from a checkpoint: a folder or hub id with config.json and weights, or a training run's own file.
 
-Nothing in a checkpoint is ever executed.
+The format is found out (`formats.py`), and nothing in a checkpoint is ever executed.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash_eval.config import DrafterOverrides, DrafterSpec
-from dflash_eval.drafter.model import DFlashDrafter, DrafterConfig
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.fit import check_fit, compare_weights
+from dflash_eval.drafter.formats import ARCHITECTURES, normalise
+from dflash_eval.drafter.model import DFlashDrafter
+from dflash_eval.drafter.weights import PICKLES, Stored, read_json, read_tensors, stored_tensors
 from dflash_eval.errors import UserError
 from dflash_eval.sources import resolve
-
-FORMAT = "z-lab"
 
 
 def read_config(spec: DrafterSpec) -> DrafterConfig:
     """The checkpoint's configuration with the spec's overrides; no weights are read.
 
-    Raises UserError for what is missing, contradictory or of another format.
+    Raises UserError for what is missing, contradictory or of no format known.
     """
-    path = _folder(spec, ("config.json",)) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path.parent}: no config.json; a drafter folder holds config.json and model.safetensors"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: not a JSON object")
-    _require_zlab(path, raw)
+    path, raw = _raw_config(spec)
     overrides = spec.overrides.model_dump(exclude_none=True)
-    nested = raw.get("dflash_config") or {}
-    if "rope_theta" in overrides:
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        raw["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
     try:
-        config = DrafterConfig.from_dict({**raw, **overrides, "dflash_config": {**nested, **overrides}})
+        format, values = normalise(raw)
+        nested = values.get("dflash_config") or {}
+        if "rope_theta" in overrides:
+            rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+            values = {**values, "rope_parameters": {**rope, "rope_theta": overrides["rope_theta"]}}
+        values = {**values, **overrides, "dflash_config": {**nested, **overrides}}
+        config = DrafterConfig.from_dict(values, format)
     except KeyError as error:
         key = error.args[0]
         if key == "num_target_layers":
@@ -57,7 +45,7 @@ def read_config(spec: DrafterSpec) -> DrafterConfig:
                 f"{path}: neither 'target_layer_ids' nor 'num_target_layers'\n{_mend(spec, 'target_layer_ids')}"
             ) from None
         raise UserError(f"{path}: no {key!r}\n{_mend(spec, key)}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from None
     _check_values(path, spec, config)
     return config
@@ -65,48 +53,112 @@ def read_config(spec: DrafterSpec) -> DrafterConfig:
 
 def load_drafter(spec: DrafterSpec, config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> DFlashDrafter:
     """The drafter with its weights, for inference. Raises UserError naming the tensor that does not fit."""
-    check_weights(spec, config)
+    fit = compare_weights(spec, config)
+    check_fit(spec.checkpoint, config, fit)
     weights: dict[str, Tensor] = {}
-    for file in _weight_files(spec):
-        with _opened(file) as opened:
-            weights.update({name: opened.get_tensor(name).to(device, dtype) for name in opened.keys()})  # noqa: SIM118
-    drafter = _empty(spec, config)
-    drafter.load_state_dict(weights, assign=True)
-    drafter.build_rotary(device)
-    return drafter.eval().requires_grad_(False)
+    for name, tensor in read_tensors(fit.stored):
+        if tensor.dtype.is_floating_point:
+            _check_finite(fit.stored[name], tensor, dtype)
+            tensor = tensor.to(dtype)
+        weights[name] = tensor.to(device)
+    if config.draft_vocab_size is not None:
+        weights["d2t"] = _offsets(spec, config, weights.get("d2t"), weights.pop("t2d", None)).to(device)
+    fit.drafter.load_state_dict(weights, assign=True)
+    fit.drafter.build_rotary(device)
+    return fit.drafter.eval().requires_grad_(False)
 
 
 def check_weights(spec: DrafterSpec, config: DrafterConfig) -> int:
     """The number of weights, from the files' headers. Raises UserError unless they are whole and as the config asks."""
-    shapes: dict[str, list[int]] = {}
-    for file in _weight_files(spec):
-        with _opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118
-                header = opened.get_slice(name)
-                shapes[name] = header.get_shape()
-                if not header.get_dtype().startswith(("F", "BF")):
-                    raise UserError(f"{file}: {name} holds {header.get_dtype()}, not weights of a drafter")
-    wanted = {name: list(tensor.shape) for name, tensor in _empty(spec, config).state_dict().items()}
-    _check_shapes(spec, config, wanted, shapes)
-    return sum(math.prod(shape) for shape in wanted.values())
+    fit = compare_weights(spec, config)
+    check_fit(spec.checkpoint, config, fit)
+    return sum(math.prod(stored.shape) for stored in fit.stored.values() if stored.dtype.is_floating_point)
 
 
-def _folder(spec: DrafterSpec, files: tuple[str, ...]) -> Path:
-    path = resolve(spec.checkpoint, files=files)
-    if not path.is_dir():
-        raise UserError(f"{path}: a drafter checkpoint is a folder with config.json and model.safetensors")
-    return path
+def _raw_config(spec: DrafterSpec) -> tuple[Path, dict[str, Any]]:
+    """config.json and where it lies; for a file without one, what its tensors and the overrides tell."""
+    path = resolve(spec.checkpoint, files=("config.json",))
+    if path.is_file():
+        beside = _config_beside(path)
+        return (beside, read_json(beside)) if beside else (path, _described(spec, path))
+    try:
+        return path / "config.json", read_json(path / "config.json")
+    except FileNotFoundError:
+        steps = sorted(folder.name for folder in path.iterdir() if (folder / "config.json").exists())
+        if steps:
+            some = ", ".join(steps[:3]) + (" ..." if len(steps) > 3 else "")
+            raise UserError(
+                f"{path}: no config.json, but {len(steps)} checkpoints ({some})\n"
+                f"name one, or all of them: checkpoint: {path}/{_pattern(steps)}"
+            ) from None
+        raise UserError(f"{path}: no config.json; a drafter folder holds config.json and model.safetensors") from None
 
 
-def _require_zlab(path: Path, raw: dict[str, Any]) -> None:
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if raw.get("speculators_model_type"):
-        other = f"a speculators checkpoint ({raw['speculators_model_type']})"
-    elif architecture == "DFlashDraftModel" or (architecture == "none" and "dflash_config" in raw):
-        return
-    else:
-        other = f"architecture {architecture}"
-    raise UserError(f"{path}: {other}; this version reads z-lab's DFlash v1 format (DFlashDraftModel)")
+def _pattern(names: list[str]) -> str:
+    stems = {re.sub(r"\d+", "*", name) for name in names}
+    return stems.pop() if len(stems) == 1 else "*"
+
+
+def _config_beside(file: Path) -> Path | None:
+    """The one config of a training run's file. Raises UserError for two."""
+    if file.suffix not in (*PICKLES, ".safetensors"):
+        raise UserError(
+            f"{file}: a drafter checkpoint is a folder with config.json and model.safetensors, or a file "
+            f"(.safetensors, {', '.join(PICKLES)})"
+        )
+    candidates = [path for path in (file.parent / "config.json", file.with_suffix(".json")) if path.exists()]
+    others = sorted(set(file.parent.glob("*config*.json")) - set(candidates))
+    candidates += [path for path in others if _dflash(path)]
+    if len(candidates) > 1:
+        raise UserError(
+            f"{file}: two configs could be its own: {candidates[0].name} and {candidates[1].name}\n"
+            "put the file into a folder with the right one as config.json"
+        )
+    return candidates[0] if candidates else None
+
+
+def _dflash(path: Path) -> bool:
+    try:
+        raw = read_json(path)
+    except UserError:
+        return False
+    return bool({"dflash_config", "speculators_model_type"} & raw.keys()) or any(
+        name in ARCHITECTURES for name in raw.get("architectures") or () if isinstance(name, str)
+    )
+
+
+def _described(spec: DrafterSpec, file: Path) -> dict[str, Any]:
+    """A config from the shapes of a file's tensors; what no shape tells must be in the overrides."""
+    needed = ("block_size", "mask_token_id", "target_layer_ids", "rope_theta")
+    missing = [key for key in needed if getattr(spec.overrides, key) is None]
+    if missing:
+        raise UserError(
+            f"{file}: no config beside it; put its config.json there, or set {', '.join(missing)}\n"
+            f"under the overrides of drafter {spec.name!r} in the config"
+        )
+    found = stored_tensors([file])
+
+    def rows(name: str) -> int:
+        if name not in found or not found[name].shape:
+            raise UserError(f"{file}: no {name} in it: not the weights of a DFlash drafter, or under another name")
+        return found[name].shape[0]
+
+    layers = {int(match[1]) for name in found if (match := re.match(r"layers\.(\d+)\.", name))}
+    head_dim = rows("layers.0.self_attn.q_norm.weight")
+    assert spec.overrides.mask_token_id is not None
+    # No tensor may tell the vocabulary: the cache, which knows it, is held against mask_token_id in any case.
+    own = found.get("embed_tokens.weight") or found.get("lm_head.weight")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": rows("norm.weight"),
+        "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
+        "num_hidden_layers": max(layers) + 1,
+        "num_attention_heads": rows("layers.0.self_attn.q_proj.weight") // head_dim,
+        "num_key_value_heads": rows("layers.0.self_attn.k_proj.weight") // head_dim,
+        "head_dim": head_dim,
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in found,
+        "vocab_size": own.shape[0] if own else spec.overrides.mask_token_id + 1,
+    }
 
 
 def _mend(spec: DrafterSpec, key: str) -> str:
@@ -136,66 +188,52 @@ def _check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
             f"{path}: target_layer_ids {list(config.target_layer_ids)} are not layers of a target\n"
             f"{_mend(spec, 'target_layer_ids')}"
         )
+    reduced = config.draft_vocab_size
+    if reduced is not None and not (whole(reduced, 1) and reduced <= config.vocab_size):
+        raise UserError(f"{path}: draft_vocab_size {reduced!r} is no part of the vocabulary of {config.vocab_size}")
+    if config.selector_top_k > config.vocab_size:
+        raise UserError(f"{path}: selector_top_k {config.selector_top_k} of a vocabulary of {config.vocab_size}")
 
 
-def _empty(spec: DrafterSpec, config: DrafterConfig) -> DFlashDrafter:
-    """The drafter on the meta device: shapes without weights."""
-    try:
-        with torch.device("meta"):
-            return DFlashDrafter(config)
-    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"{spec.checkpoint}: config.json does not describe a DFlash drafter ({reason})") from None
-
-
-def _weight_files(spec: DrafterSpec) -> list[Path]:
-    folder = _folder(spec, ("config.json", "*.safetensors", "*.safetensors.index.json"))
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{index}: not an index of safetensors ({error})") from None
-        missing = [name for name in named if name not in {file.name for file in files}]
-        if missing:
-            raise UserError(f"{index}: names {', '.join(map(str, missing[:3]))}, not in the folder")
-        return [folder / name for name in named]
-    if not files:
+def _check_finite(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raises UserError for NaN or infinity in the file, and for weights that the drafter's dtype cannot hold."""
+    low, high = torch.aminmax(tensor)
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        bad = torch.isfinite(tensor).logical_not_()
+        kinds = "NaN" if tensor[bad].isnan().any() else "infinity"
+        why = ": they overflowed there, save them as bfloat16" if tensor.dtype == torch.float16 else ""
         raise UserError(
-            f"{folder}: no weights (*.safetensors); a drafter folder holds config.json and model.safetensors"
+            f"{stored.file}: {stored.name} holds {kinds} ({int(bad.sum()):,} of {bad.numel():,}, as "
+            f"{str(tensor.dtype)[6:]}){why}"
         )
-    return [folder / "model.safetensors"] if folder / "model.safetensors" in files else files
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a whole safetensors file ({error}); copy or download it again") from None
-
-
-def _check_shapes(
-    spec: DrafterSpec, config: DrafterConfig, wanted: dict[str, list[int]], found: dict[str, list[int]]
-) -> None:
-    name, fc = spec.checkpoint, found.get("fc.weight", [])
-    width = len(config.target_layer_ids) * config.hidden_size
-    if len(fc) == 2 and fc[1] != width:
+    most = max(abs(float(low)), abs(float(high)))
+    if most > torch.finfo(dtype).max:
         raise UserError(
-            f"{name}: fc.weight takes {fc[1]} inputs, but {len(config.target_layer_ids)} target_layer_ids of hidden "
-            f"size {config.hidden_size} give {width}\n"
-            "the layer ids are not those that it was trained with: mend target_layer_ids there or in the overrides"
+            f"{stored.file}: {stored.name} holds {most:.3g}, which is infinity in {str(dtype)[6:]}\n"
+            "set evaluate.dtype to bfloat16 or float32"
         )
-    missing = sorted(wanted.keys() - found.keys())
-    unexpected = sorted(found.keys() - wanted.keys())
-    if missing or unexpected:
-        parts = [f"lacks {', '.join(missing[:3])}" + (" ..." if len(missing) > 3 else "")] if missing else []
-        parts += (
-            [f"has unknown {', '.join(unexpected[:3])}" + (" ..." if len(unexpected) > 3 else "")] if unexpected else []
+
+
+def _offsets(spec: DrafterSpec, config: DrafterConfig, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
+    """d2t as int64, from t2d where only that is there. Raises UserError where they are no map into the vocabulary."""
+    rows = torch.arange(config.draft_vocab_size or 0)
+    marked = None
+    if t2d is not None:
+        marked = t2d.cpu().bool().nonzero().squeeze(1)
+        if len(t2d) != config.vocab_size or len(marked) != len(rows):
+            raise UserError(
+                f"{spec.checkpoint}: t2d marks {len(marked)} of {len(t2d)} tokens, config.json says {len(rows)} of "
+                f"{config.vocab_size}"
+            )
+    if d2t is None:
+        assert marked is not None
+        return marked - rows
+    ids = rows + d2t.cpu().long()
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
+        raise UserError(
+            f"{spec.checkpoint}: d2t does not map {len(ids)} draft tokens into the target's {config.vocab_size}: "
+            f"token + d2t goes from {int(ids.min())} to {int(ids.max())}, {len(ids.unique())} of them different"
         )
-        raise UserError(f"{name}: the weights do not fit config.json: {'; '.join(parts)}")
-    for key, shape in found.items():
-        if shape != wanted[key]:
-            raise UserError(f"{name}: {key} is {shape}, config.json asks for {wanted[key]}")
+    if marked is not None and not torch.equal(ids, marked):
+        raise UserError(f"{spec.checkpoint}: d2t and t2d name different tokens")
+    return d2t.cpu().long()

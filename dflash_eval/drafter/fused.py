@@ -26,12 +26,14 @@ def block_attention(
     lengths: Tensor,
     window: int | None,
     causal: bool,
+    from_anchor: bool = False,
 ) -> Tensor:
     """What `BlockAttention` computes with plain products, in query's dtype.
 
     query: [blocks, slots, heads, head_dim], scaled. key, value: [blocks, slots, kv_heads, head_dim]. context_key,
     context_value: [samples, kv_heads, positions, head_dim]. owners, anchors, lengths: [blocks], each block's sample,
-    the position of its slot 0 and how many of its slots are real. Returns [blocks, slots, heads * head_dim].
+    the position of its slot 0 and how many of its slots are real. from_anchor: the window reaches back from the anchor
+    for all slots, and leaves the block alone. Returns [blocks, slots, heads * head_dim].
     """
     blocks, slots, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -43,7 +45,7 @@ def block_attention(
         slots, heads, kv_heads,
         ROWS=rows, SHARE=share, PADDED_SHARE=triton.next_power_of_2(share),
         HEAD_DIM=head_dim, PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
-        WINDOW=window or 0, CAUSAL=causal, TILE=TILE,
+        WINDOW=window or 0, CAUSAL=causal, FROM_ANCHOR=from_anchor, TILE=TILE,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",  # three tf32 products: as good as float32
         num_warps=4 if rows * share <= 64 else 8,
     )  # fmt: skip
@@ -57,7 +59,8 @@ def _kernel(
     slots, heads, kv_heads,
     ROWS: tl.constexpr, SHARE: tl.constexpr, PADDED_SHARE: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, FROM_ANCHOR: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -78,7 +81,7 @@ def _kernel(
 
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(0, anchor - WINDOW + 1) // TILE * TILE
+        begin = tl.maximum(0, anchor - WINDOW) // TILE * TILE
     base = owner * sample_stride + kv_head.to(tl.int64) * head_stride
     for start in range(begin, anchor, TILE):
         position = start + tl.arange(0, TILE)
@@ -87,7 +90,9 @@ def _kernel(
         k = tl.load(context_key + offset, mask=inside, other=0.0)
         v = tl.load(context_value + offset, mask=inside, other=0.0)
         seen = (position < anchor)[None, :]
-        if WINDOW > 0:
+        if FROM_ANCHOR and WINDOW > 0:
+            seen = seen & (anchor - position <= WINDOW)[None, :]
+        elif WINDOW > 0:
             seen = seen & (anchor + slot[:, None] - position[None, :] < WINDOW)
         largest, total, mixed = _mix(q, k, v, seen, largest, total, mixed, PRECISION)
 
@@ -100,7 +105,7 @@ def _kernel(
     seen = (own < length)[None, :] | (ahead == 0)  # a slot past the end sees itself, or it would see nothing
     if CAUSAL:
         seen = seen & (ahead <= 0)
-    if WINDOW > 0:
+    if WINDOW > 0 and not FROM_ANCHOR:
         seen = seen & (ahead < WINDOW) & (-ahead < WINDOW)
     largest, total, mixed = _mix(q, k, v, seen, largest, total, mixed, PRECISION)
 

@@ -1,4 +1,4 @@
-"""The DFlash v1 drafter: Qwen3-style layers whose keys and values come from the target's features and the block.
+"""The DFlash drafter: Qwen3-style layers whose keys and values come from the target's features and the block.
 
 The context's keys and values depend on the features and their positions alone, so they are computed once
 for a sample (`DFlashDrafter.context`) and serve every block of it (`DFlashDrafter.forward`).
@@ -9,12 +9,14 @@ Module names are those of z-lab's checkpoints, so that a state dict loads as it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dflash_eval.drafter.config import DrafterConfig
+from dflash_eval.drafter.heads import CandidateSelector, GroupedCausalConv, MarkovHead
 
 Context = list[tuple[Tensor, Tensor]]
 """Keys and values of a sample batch, one pair a layer, each [samples, kv_heads, positions, head_dim]."""
@@ -48,102 +50,23 @@ class Blocks:
     owners: Tensor  # [blocks] int64, each block's sample
 
 
-@dataclass(frozen=True)
-class DrafterConfig:
-    """What a drafter is, whichever format it was read from.
+class DFlashDrafter(nn.Module):
+    """A drafter with randomly initialised weights; `checkpoint.load_drafter` fills them from a file.
 
-    `windows[i]` is layer i's sliding window (a key is visible when query - key < window; in a layer that is
-    not causal also key - query < window), None for full attention; `causal[i]` whether layer i is causal
-    inside the block. `rope_parameters` is Hugging Face's dict (`rope_type`, `rope_theta`, ...).
+    Input embedding and output head are the target's, unless it has its own.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    windows: tuple[int | None, ...]
-    causal: tuple[bool, ...]
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1e4})
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> DrafterConfig:
-        """Read z-lab's `config.json` (v1): the DFlash keys may sit in `dflash_config` or at the top level.
-
-        Raises KeyError for a missing key and ValueError for values that contradict each other.
-        """
-        values = {**raw, **raw.get("dflash_config", {})}
-        layers = values["num_hidden_layers"]
-        heads = values["num_attention_heads"]
-        layer_types = values.get("layer_types") or ["full_attention"] * layers
-        if len(layer_types) != layers:
-            raise ValueError(f"layer_types has {len(layer_types)} entries for {layers} layers")
-        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise ValueError(f"layer_types holds {sorted(unknown)}: not a DFlash layer")
-        sliding = [kind == "sliding_attention" for kind in layer_types]
-        window = values.get("sliding_window")
-        if any(sliding) and window is None:
-            raise ValueError("layer_types has sliding_attention but there is no sliding_window")
-        is_causal = raw.get("is_causal")
-        layer_ids = values.get("target_layer_ids")
-        if layer_ids is None:
-            layer_ids = default_target_layer_ids(values["num_target_layers"], layers)
-        rope = values.get("rope_parameters") or {
-            **(values.get("rope_scaling") or {}),
-            "rope_theta": values.get("rope_theta", 10000.0),
-        }
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        return cls(
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            vocab_size=values["vocab_size"],
-            block_size=values.get("block_size", 16),
-            mask_token_id=values["mask_token_id"],
-            target_layer_ids=tuple(layer_ids),
-            windows=tuple(window if slides else None for slides in sliding),
-            causal=tuple(slides if is_causal is None else bool(is_causal) for slides in sliding),
-            rope_parameters={**rope, "rope_type": rope_type},
-            max_position_embeddings=values.get("max_position_embeddings", 32768),
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            hidden_act=values.get("hidden_act", "silu"),
-            attention_bias=values.get("attention_bias", False),
-            input_embedding_scale=values.get("input_embedding_scale", 1.0),
-            output_multiplier=values.get("output_multiplier", 1.0),
-            final_logit_softcapping=values.get("final_logit_softcapping"),
-        )
-
-
-def default_target_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
-    """The layers that z-lab's code takes when a config names none: evenly from 1 to L - 3; one layer: L // 2."""
-    if num_layers == 1:
-        return (num_target_layers // 2,)
-    span = num_target_layers - 4
-    return tuple(round(1 + i * span / (num_layers - 1)) for i in range(num_layers))
-
-
-class DFlashDrafter(nn.Module):
-    """A drafter with randomly initialised weights; `checkpoint.load_drafter` fills them from a file."""
-
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, own_embedding: bool = False, own_head: bool = False) -> None:
         super().__init__()
         self.config = config
+        size, hidden = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(size, hidden) if own_embedding else None
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size or size, bias=False) if own_head else None
+        self.d2t: Tensor | None  # what is added to a draft token's id to make it the target's
+        reduced = config.draft_vocab_size
+        self.register_buffer("d2t", torch.zeros(reduced, dtype=torch.int64) if reduced is not None else None)
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
@@ -159,6 +82,25 @@ class DFlashDrafter(nn.Module):
         """RoPE's frequencies are no weights: a drafter made on the meta device needs them from the config."""
         with device:
             self.rotary = rotary_embedding(self.config)
+
+    def embedding(self, target: Tensor) -> Tensor:
+        """The input embedding [vocabulary, hidden]: its own, or the target's."""
+        return target if self.embed_tokens is None else self.embed_tokens.weight
+
+    def output_head(self, target: Tensor) -> Tensor:
+        """The output head [draft vocabulary, hidden]: its own, or the target's rows of its vocabulary."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        return target if self.d2t is None else target[self.target_ids(len(target))]
+
+    def target_ids(self, size: int) -> Tensor | None:
+        """The target's token id of each row of the output head, [draft vocabulary] int64; None where they are the
+        target's `size` rows."""
+        if self.d2t is not None:
+            return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        if self.lm_head is None or len(self.lm_head.weight) == size:
+            return None
+        return torch.arange(len(self.lm_head.weight), device=self.lm_head.weight.device)
 
     def context(self, features: Tensor) -> Context:
         """Keys and values of the context, for every layer.
@@ -225,19 +167,30 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = BlockAttention(config, config.windows[index], config.causal[index])
         self.mlp = MLP(config)
+        convolved = config.conv_kernel_size > 0
+        self.attention_conv = GroupedCausalConv(config) if convolved else None
+        self.mlp_conv = GroupedCausalConv(config) if convolved else None
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, blocks: Blocks, kv: tuple[Tensor, Tensor]) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), blocks, kv)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attend = lambda normed: self.self_attn(normed, blocks, kv)  # noqa: E731
+        hidden = hidden + _around(self.attention_conv, attend, self.input_layernorm(hidden))
+        return hidden + _around(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
+
+
+def _around(conv: GroupedCausalConv | None, sublayer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    if conv is None:
+        return sublayer(hidden)
+    hidden, kernel = conv.before(hidden)
+    return conv.after(sublayer(hidden), kernel)
 
 
 class BlockAttention(nn.Module):
     def __init__(self, config: DrafterConfig, window: int | None, causal: bool) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.window, self.causal = window, causal
+        self.window, self.causal, self.from_anchor = window, causal, config.window_from_anchor
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
@@ -274,8 +227,9 @@ class BlockAttention(nn.Module):
         if lengths is None:
             lengths = torch.full_like(anchors, query.shape[1])
         return block_attention(
-            query, key, value, *kv, blocks.owners, anchors.contiguous(), lengths, self.window, self.causal
-        )
+            query, key, value, *kv, blocks.owners, anchors.contiguous(), lengths, self.window, self.causal,
+            self.from_anchor,
+        )  # fmt: skip
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, group: Group, kv: tuple[Tensor, Tensor]
@@ -319,6 +273,9 @@ class BlockAttention(nn.Module):
         slot = torch.arange(positions.shape[-1], device=positions.device)
         ahead = slot - slot[:, None]  # key - query
         if self.window is None:
+            return visible.expand(*positions.shape, length), ahead <= 0 if self.causal else None
+        if self.from_anchor:
+            visible = visible & (positions[..., :1, None] - context <= self.window)
             return visible.expand(*positions.shape, length), ahead <= 0 if self.causal else None
         visible = visible & (positions[..., None] - context < self.window)
         within = ahead <= 0 if self.causal else ahead < self.window

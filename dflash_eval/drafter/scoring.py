@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -27,14 +28,20 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """A drafter's drafts against the target's head [vocabulary, hidden].
+    """A drafter's drafts against its output head, which is the target's [vocabulary, hidden] unless it has its own.
+
+    A head of another vocabulary ranks its own tokens alone, and n is at most their number; token ids go in and come out
+    as the target's.
 
     The logits never exist for all rows at once: each piece's are reduced while they are in one place, which is kept
     from call to call. A GPU adds a 16-bit head's products up, and keeps the logits, in float32.
     """
 
     def __init__(self, drafter: DFlashDrafter, lm_head: Tensor, n: int) -> None:
-        self.drafter, self.lm_head, self.n = drafter, lm_head, n
+        self.drafter, self.target_ids = drafter, drafter.target_ids(len(lm_head))
+        self.draft_ids = None if self.target_ids is None else _inverse(self.target_ids, len(lm_head))
+        self.lm_head = lm_head = drafter.output_head(lm_head)
+        self.n = n = min(n, len(lm_head))
         kind = lm_head.device.type
         self.dtype = torch.float32 if kind == "cuda" else lm_head.dtype
         # A CPU's matmul packs the head anew at each call; a piece of it then stays in the cache (1.2x at 200 rows).
@@ -43,6 +50,12 @@ class Scorer:
         self.pieces = Pieces(max(16, bytes_ // (len(lm_head) * self.dtype.itemsize)), "rows of logits")
         self.room = lm_head.new_empty(0, dtype=self.dtype)
 
+    def widened(self, addend: Tensor) -> Scorer:
+        """One whose `hidden` has more columns, which addend [draft vocabulary, columns] multiplies."""
+        other = copy.copy(self)
+        other.lm_head, other.room = torch.cat([self.lm_head, addend], dim=1), self.room.new_empty(0)
+        return other
+
     def score(self, hidden: Tensor, tokens: Tensor) -> Scores:
         """Rank of each row's true token, and the row's n most probable tokens.
 
@@ -50,6 +63,7 @@ class Scorer:
         drafter finds more probable (of equals, those of lower id, as argmax does); n stands for n or more. Raises
         UserError when the logits are not finite.
         """
+        tokens = self._drafted(tokens)
         ranks = torch.empty(tokens.shape, dtype=torch.int64, device=hidden.device)
         logprobs = torch.empty(len(hidden), self.n, device=hidden.device)
         ids = torch.empty(len(hidden), self.n, dtype=torch.int32, device=hidden.device)
@@ -58,17 +72,22 @@ class Scorer:
             ranks[rows], logprobs[rows], ids[rows] = rank_rows(self._logits(hidden[rows]), tokens[rows], self.n)
 
         self.pieces.run(len(hidden), work)
-        return Scores(ranks, logprobs, ids)
+        return Scores(ranks, logprobs, ids if self.target_ids is None else self.target_ids[ids].int())
 
     def own_logprobs(self, hidden: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
         """Log-probability of each row's token as `sampling` draws: hidden [rows, hidden], tokens [rows] → [rows]."""
         own = torch.empty(len(hidden), device=hidden.device)
+        tokens = self._drafted(tokens)
 
         def work(rows: slice) -> None:
-            own[rows] = sampling_logprobs(self._logits(hidden[rows]), tokens[rows], sampling)
+            own[rows] = sampling_logprobs(self._logits(hidden[rows]), tokens[rows].clamp_min(0), sampling)
 
         self.pieces.run(len(hidden), work)
-        return own
+        return own.masked_fill(tokens < 0, -torch.inf)
+
+    def _drafted(self, tokens: Tensor) -> Tensor:
+        """The target's token ids as rows of the head, -1 where it has none."""
+        return tokens if self.draft_ids is None else self.draft_ids[tokens].masked_fill(tokens < 0, -1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocabulary] float32, good until the next call."""
@@ -83,6 +102,14 @@ class Scorer:
             else:
                 torch.mm(hidden, head.t(), out_dtype=self.dtype, out=part)
         return self.drafter.scale_logits(logits).float()
+
+
+def _inverse(target_ids: Tensor, size: int) -> Tensor:
+    """[size] int64: the row of target_ids that holds each id, -1 where none does."""
+    rows = torch.full((size,), -1, dtype=torch.int64, device=target_ids.device)
+    known = (target_ids >= 0) & (target_ids < size)
+    rows[target_ids[known]] = known.nonzero().squeeze(1)
+    return rows
 
 
 def rank_rows(logits: Tensor, tokens: Tensor, n: int) -> Scores:
