@@ -16,6 +16,7 @@ from dflash_eval.config import Config
 from dflash_eval.errors import UserError
 from dflash_eval.forward import HEAD_ROWS
 from dflash_eval.machine import pick_device, rank_devices
+from dflash_eval.server import is_local, shown_url
 from dflash_eval.target import TargetFiles, skeleton
 
 
@@ -66,7 +67,14 @@ def gpu_problem(config: Config, need: tuple[int, int]) -> str | None:
             else "spread it over several GPUs with target.device_map: auto, or lower extract.max_batch_tokens"
         )
     holders = [process.holds(total) for process in gpu_processes() or [] if process.pid != os.getpid()]
-    return f"{said}\n" + (f"{'; '.join(holders[:4])}: stop it, extract, start it again" if holders else "free some")
+    server = config.completions.server
+    if holders:
+        mend = f"{'; '.join(holders[:4])}: stop it, extract, start it again"
+    elif config.completions.source == "server" and is_local(server):
+        mend = f"stop the server at {shown_url(server)} now, extract, start it again; the completions are kept"
+    else:
+        mend = "free some"
+    return f"{said}\n{mend}"
 
 
 def gpu_processes() -> list[GpuProcess] | None:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import END, PROMPTS, TEMPLATE, tiny_tokenizer, write_config
 from serving import IDS, Serving, greedy
 
@@ -567,8 +568,9 @@ def test_a_server_without_speculative_decoding_has_no_tau(configured):
 
 def test_a_server_on_the_gpus_that_extraction_needs_must_be_stopped(configured, monkeypatch):
     monkeypatch.setattr("dflash_eval.fetching.torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("dflash_eval.fetching.free_bytes", lambda _: 1000)
-    monkeypatch.setattr("dflash_eval.fetching.pick_device", lambda _: None)
+    monkeypatch.setattr("dflash_eval.gpu_memory.torch.cuda.mem_get_info", lambda _: (1000, 1 << 35))
+    monkeypatch.setattr("dflash_eval.gpu_memory.pick_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("dflash_eval.gpu_memory.gpu_processes", lambda: None)
     with Serving(TOKENIZER, canned, [END]) as serving:
         config = configured(serving.url, PROMPTS, {"target": {"device": "auto"}})
         _, _, said = fetched(config)
