@@ -181,7 +181,11 @@ def missing_layer(folder: Path) -> Path:
     return save_drafter(folder / "broken", drafter_json(dflash_config=dflash))
 
 
-FAULTS = {broken_weights: "not a whole safetensors file", nan_weights: "norm.weight holds NaN", missing_layer: "needs layers 5"}
+FAULTS = {
+    broken_weights: "not a whole safetensors file",
+    nan_weights: "norm.weight holds NaN",
+    missing_layer: "needs layers 5",
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

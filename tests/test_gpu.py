@@ -7,6 +7,7 @@ import torch
 from conftest import drafter_json, write_config
 
 from dflash_eval.cache import Cache
+from dflash_eval.completions import generate_batch
 from dflash_eval.config import load_config
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import BlockAttention, Blocks, DFlashDrafter, Group
@@ -14,6 +15,9 @@ from dflash_eval.drafter.scoring import Scorer, rank_rows
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
 from dflash_eval.extract import extract
+from dflash_eval.forward import forward
+from dflash_eval.states import _Halving
+from dflash_eval.target import TargetFiles, load_target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +43,51 @@ def test_extraction_on_the_gpu_stores_what_the_cpu_does(fixture, request, tmp_pa
     for sample in cpu.samples:
         ours, theirs = (c.features(sample.id, cpu.manifest.layers) for c in (gpu, cpu))
         assert (ours - theirs).norm() / theirs.norm() < 1e-3
+
+
+@pytest.mark.parametrize("store", [None, "float8"])
+def test_many_small_batches_and_compiled_layers_store_the_same_on_the_gpu(tiny, tmp_path, monkeypatch, store):
+    """Pinned memory is used over and over, while copies and writes are under way."""
+    folders = {}
+    for name, device, pays in (("cpu", "cpu", 1e17), ("eager", "cuda", 1e17), ("compiled", "cuda", 0)):
+        monkeypatch.setattr("dflash_eval.extract.COMPILING_PAYS", pays)
+        (tmp_path / name).mkdir()
+        extract_ = {"store": store, "max_batch_tokens": 130, "shard_bytes": 30000}
+        path = write_config(
+            tmp_path / name, tiny.target, [("a", tiny.drafter)], target={"device": device}, extract=extract_
+        )
+        folders[name] = extract(load_config(path), say=lambda _: None)
+        assert Cache(folders[name]).manifest.provenance["compiled"] == (name == "compiled")
+    cpu, *gpus = (Cache(folder) for folder in folders.values())
+    for gpu in gpus:
+        assert [s.completion_ids for s in gpu.samples] == [s.completion_ids for s in cpu.samples]
+        for sample in cpu.samples:
+            ours, theirs = (c.features(sample.id, cpu.manifest.layers) for c in (gpu, cpu))
+            assert (ours - theirs).norm() / theirs.norm() < (1e-3 if store is None else 1e-2)
+
+
+@pytest.mark.parametrize("fixture", ["tiny", "tiny_qwen3"])
+def test_the_static_cache_says_the_same_tokens(fixture, request):
+    config = load_config(request.getfixturevalue(fixture).config_path, ["target.device=cuda"])
+    target = load_target(TargetFiles.find(config.target), config.target)
+    stop, prompts = target.model.generation_config.eos_token_id, [[5, 6, 7], list(range(30)), [9]]
+    plain = generate_batch(target, prompts, config.completions, stop)
+    assert generate_batch(target, prompts, config.completions, stop, static=True) == plain
+
+
+def test_gpu_memory_that_runs_out_halves_the_batch(tiny, tmp_path, capsys):
+    path = write_config(tmp_path, tiny.target, [("a", tiny.drafter)], target={"device": "cuda"})
+    config = load_config(path, ["extract.max_batch_tokens=1000000000"])
+    torch.cuda.empty_cache()
+    sample = Cache(tiny.folder / "cache").samples[0]
+    target = load_target(TargetFiles.find(config.target), config.target)
+    held = torch.empty(torch.cuda.mem_get_info()[0] - (600 << 20), dtype=torch.uint8, device="cuda")
+    compute = _Halving(lambda rows: forward(target, rows, [0, 5], "float32", None))
+    pieces = list(compute([sample] * 50_000))
+    del held
+    assert sum(len(rows) for rows, _ in pieces) == 50_000
+    assert len(pieces) > 1
+    assert capsys.readouterr().err.count("out of memory") == 1
 
 
 def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
