@@ -111,6 +111,14 @@ def write_states(
         stack.callback(lambda: [writer.discard() for writer in opened])  # of a shard that is whole it changes nothing
         closing = stack.enter_context(_Worker())
         filling = stack.enter_context(_Worker())
+
+        def fill(writer: Any, first: int, host: dict[str, Tensor], ready: Callable[[], None]) -> None:
+            waiting = time.perf_counter()
+            ready()
+            times.writer_idle += time.perf_counter() - waiting
+            writer.write(first, host)
+            closing.do(writer.sync)
+
         ring = _Ring(most * (manifest.token_bytes() + ALIGNED) if target.device.type == "cuda" else 0)
         for planned in shards:
             inside = [samples[i] for batch in planned.batches for i in batch]
@@ -123,8 +131,7 @@ def write_states(
             for batch in planned.batches:
                 for rows, columns in compute([samples[i] for i in batch]):
                     tokens = sum(map(len, rows))
-                    filling.do(partial(_fill, writer, first, *ring.to_host(columns), times))
-                    filling.do(partial(closing.do, writer.sync))
+                    filling.do(partial(fill, writer, first, *ring.to_host(columns)))
                     first += tokens
                     times.tokens += tokens
                     advance(tokens)
@@ -136,13 +143,6 @@ def write_states(
         times.target_waited, times.writer_idle = filling.full, times.writer_idle + filling.idle
     times.seconds = time.perf_counter() - start
     return times
-
-
-def _fill(writer: Any, first: int, host: dict[str, Tensor], ready: Callable[[], None], times: Times) -> None:
-    start = time.perf_counter()
-    ready()
-    times.writer_idle += time.perf_counter() - start
-    writer.write(first, host)
 
 
 class _Halving:
