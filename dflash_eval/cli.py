@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dflash_eval.config import load_config
+from dflash_eval.config import load_config, load_overrides
 from dflash_eval.errors import RunError, UserError
 
 app = typer.Typer(
@@ -55,6 +56,29 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     if results["failed"]:
         names = ", ".join(drafter["name"] for drafter in results["failed"])
         raise RunError(f"{len(results['failed'])} of {len(settings.drafters)} drafters failed: {names} (see above)")
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Hugging Face id, folder or file")],
+    against: Annotated[str | None, typer.Option(help="another checkpoint, to show what differs")] = None,
+    cache: Annotated[Path | None, typer.Option(help="a cache folder: can it serve the checkpoint?")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="amend its config: --set block_size=16 (repeatable)", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Say what a drafter's checkpoint is, and what looks wrong with it."""
+    overrides = load_overrides(set_ or [])
+    from dflash_eval.inspection import inspect as run
+    from dflash_eval.inspection import print_inspection
+
+    result = run(checkpoint, against, cache, overrides)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        print_inspection(result, Console())
 
 
 @bench_app.command("evaluate")

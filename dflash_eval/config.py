@@ -292,6 +292,20 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError("\n".join(messages[:SHOWN_ERRORS])) from None
 
 
+def load_overrides(overrides: Sequence[str]) -> DrafterOverrides:
+    """`key=value` overrides of a checkpoint's own config, in order. Raises UserError as `load_config` does."""
+    data: Any = {}
+    places: Places = {(): "--set"}
+    for override in overrides:
+        data, places = _override(data, places, override)
+    try:
+        return DrafterOverrides.model_validate(data)
+    except ValidationError as error:
+        raise UserError(
+            "\n".join(_message(detail, places, DrafterOverrides) for detail in error.errors()[:3])
+        ) from None
+
+
 class _Loader(yaml.SafeLoader):
     """As in YAML 1.2, 1e6 is a number and 2026-01-31 is text (YAML 1.1: text and a date)."""
 
@@ -402,12 +416,12 @@ def _replaced(node: Any, keys: Keys, value: Any, place: str) -> Any:
     return {**section, key: _replaced(section.get(key), rest, value, place)}
 
 
-def _message(error: ErrorDetails, places: Places) -> str:
+def _message(error: ErrorDetails, places: Places, model: type[BaseModel] = Config) -> str:
     kind, context = error["type"], error.get("ctx", {})
     keys = (*error["loc"], *context.get("at", ()))
     place = _place(places, keys)
     if kind == "extra_forbidden":
-        return f"{place}: unknown key {_shown(_dotted(keys))}; {_known_keys(keys)}"
+        return f"{place}: unknown key {_shown(_dotted(keys))}; {_known_keys(keys, model)}"
     problem = PROBLEMS.get(kind) or error["msg"].replace("Input should be", "must be").replace("'", '"')
     problem = problem.replace("greater than or equal to", "at least")
     if kind not in ("config", "missing", "string_too_short", "too_short"):
@@ -420,9 +434,8 @@ def _place(places: Places, keys: Keys) -> str:
     return next(places[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in places)
 
 
-def _known_keys(keys: Keys) -> str:
-    """What could have been meant by the last of `keys`."""
-    model: type[BaseModel] = Config
+def _known_keys(keys: Keys, model: type[BaseModel]) -> str:
+    """What could have been meant by the last of `keys`, which begin at `model`."""
     for key in keys[:-1]:
         if isinstance(key, str):
             annotation = model.model_fields[key].annotation
