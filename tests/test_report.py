@@ -185,6 +185,7 @@ def test_the_engines_own_tau_stands_beside_ours_with_what_to_beware_of(results):
     assert "Served τ micro 3.87" in " ".join(printed(results).split())
 
 
+@pytest.mark.parametrize("show", [printed, markdown])
 def test_what_the_trees_are_built_from_is_told_where_slots_depend_on_each_other(results, show):
     results["drafters"][0]["ddtree_scores"] = "logits"
     results["drafters"][1]["ddtree_scores"] = "selector"
