@@ -12,20 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MASK, VOCABULARY, drafter_json, save_drafter, write_config
-from drafters import CPU, head_of, load, spec, speculators_json
+from drafters import CPU, error, head_of, load, spec, speculators_json
 from safetensors.torch import load_file, save_file
 
 from dflash_eval.config import DrafterSpec, load_config
 from dflash_eval.drafter.checkpoint import load_drafter, read_config
-from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
-
-
-def error(call, *arguments, **overrides) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments, **overrides)
-    assert len(str(caught.value).splitlines()) <= 3
-    return str(caught.value)
 
 
 @pytest.fixture
