@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +14,7 @@ from dflash_eval import cache as cachefile
 from dflash_eval.config import Config
 from dflash_eval.errors import UserError
 from dflash_eval.extract import wanted_layers
-from dflash_eval.gpu_memory import gib, gpu_problem, gpu_processes, needed_bytes, of_what
+from dflash_eval.gpu_memory import gib, gpu_problem, gpu_processes, needed_bytes, nvidia_smi, of_what
 from dflash_eval.machine import device_name, pick_device, rank_devices, software
 from dflash_eval.prompts import load_prompts, render_turn
 from dflash_eval.server import is_local
@@ -77,12 +76,8 @@ def server_answers(url: str) -> bool:
 
 
 def _say_gpus(check: Callable[..., None]) -> None:
-    driver = "not found"
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        pass
+    out = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    driver = "not found" if out is None else out.split("\n")[0]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     check(
         f"CUDA {torch.version.cuda or '(torch is built without)'}, driver {driver}, GPUs: {', '.join(gpus) or 'none'}"

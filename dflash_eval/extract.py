@@ -52,7 +52,9 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         if begun is not None and begun.complete:
             return folder
         if config.completions.source == "server":  # before the target is loaded: the server may hold the GPUs
-            ranks.from_first(lambda: _fetch(folder, config, tokenizer, files, prompts, say))
+            from dflash_eval.fetching import fetch_missing
+
+            ranks.from_first(lambda: fetch_missing(folder, config, tokenizer, files, prompts, say))
         check_gpu_memory(config, files, layers)
         target = load_target(files, config.target)
         say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
@@ -92,14 +94,6 @@ def _asked(config: Config, say: Callable[[str], None]) -> Asked:
     if config.completions.file is not None:
         settings["completions"]["fingerprint"] = _digest_file(config.completions.file)
     return layers, files, tokenizer, prompts, settings
-
-
-def _fetch(
-    folder: Path, config: Config, tokenizer: Any, files: TargetFiles, prompts: list[Prompt], say: Callable[[str], None]
-) -> None:
-    from dflash_eval.fetching import fetch_missing
-
-    fetch_missing(folder, config, tokenizer, files, prompts, say)
 
 
 def _begin(

@@ -53,7 +53,8 @@ def forward(
 
     output = run_body(target, ids, layers, keep, whole=sampling is not None)
     if sampling is not None:
-        columns.update(_token_stats(target, output, ids, batch, sampling))
+        stats = _token_stats(target, output, ids, batch, sampling)
+        columns.update({name: rows[at[target.device]] if padded else rows for name, rows in stats.items()})
     return columns
 
 
@@ -127,6 +128,7 @@ def _answering(module: nn.Module, output: Any) -> Iterator[None]:
 def _token_stats(
     target: Target, output: Any, ids: Tensor, batch: Sequence[Sample], sampling: Sampling
 ) -> dict[str, Tensor]:
+    """`argmax` and `logprob` of every position of the flattened batch, padding too."""
     width, device = ids.shape[1], ids.device
     starts = [len(sample.prompt_ids) - 1 for sample in batch]  # positions P - 1 ... N - 2 speak of completion tokens
     ends = [len(sample) - 1 for sample in batch]
@@ -139,8 +141,7 @@ def _token_stats(
         at = positions[done : done + len(logits)]
         argmax[at], logprob[at] = (x.to(device) for x in token_stats(logits, ids.flatten()[at + 1], sampling))
         done += len(logits)
-    real = _to(torch.cat([torch.arange(len(sample)) + row * width for row, sample in enumerate(batch)]), device)
-    return {"argmax": argmax[real], "logprob": logprob[real]}
+    return {"argmax": argmax, "logprob": logprob}
 
 
 def token_stats(logits: Tensor, tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -79,10 +79,8 @@ def gpu_problem(config: Config, need: tuple[int, int]) -> str | None:
 
 def gpu_processes() -> list[GpuProcess] | None:
     """Who holds GPU memory, by falling share; None where nvidia-smi is not there or does not answer."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        out = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+    out = nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
+    if out is None:
         return None
     found = []
     for line in out.splitlines():
@@ -91,6 +89,14 @@ def gpu_processes() -> list[GpuProcess] | None:
             mebibytes = int(fields[-1]) if fields[-1].isdigit() else 0  # "[N/A]" in some containers
             found.append(GpuProcess(int(fields[0]), ",".join(fields[1:-1]), mebibytes * 2**20))
     return sorted(found, key=lambda process: -process.bytes)
+
+
+def nvidia_smi(*query: str) -> str | None:
+    """What it prints; None where it is not there or does not answer."""
+    try:
+        return subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def of_what(need: tuple[int, int]) -> str:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dflash_eval.cache import DTYPES
 from dflash_eval.config import TargetConfig
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, reason
 from dflash_eval.machine import pick_device, rank_devices
 from dflash_eval.sources import fingerprint, resolve
 
@@ -164,8 +164,7 @@ def load_errors(config: TargetConfig) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"{config.model}: cannot be loaded as a target: {reason[:300]}") from error
+        raise UserError(f"{config.model}: cannot be loaded as a target: {reason(error)[:300]}") from error
 
 
 def find_layers(model: Any) -> nn.ModuleList:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, reason
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt")
 OTHERS = re.compile(r"optim|sched|rng|scaler|training_args|random_states", re.IGNORECASE)
@@ -259,8 +259,9 @@ def _unpickled(file: Path, device: str) -> Any:
             "save the weights alone: torch.save(model.state_dict(), ...), or as safetensors"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"{file}: not a readable torch checkpoint ({reason}); copy or download it again") from None
+        raise UserError(
+            f"{file}: not a readable torch checkpoint ({reason(error)[:200]}); copy or download it again"
+        ) from None
 
 
 def _state_dict(file: Path, content: Any) -> dict[str, Tensor]:
