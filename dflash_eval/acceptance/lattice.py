@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 ANCHORS_AT_ONCE = {"cpu": 64, "cuda": 1024}
+SLACK = 1e-9  # sums in another order differ by less
 
 
 def lattice_order(first: Tensor, steps: Tensor, path: Tensor, slots: Tensor, n: int) -> Tensor:
@@ -42,7 +43,7 @@ def _order(first: Tensor, steps: Tensor, path: Tensor, slots: Tensor, n: int) ->
         parent, rank = _children(costs.shape[1], k, n, path.device)
         where = last[:, parent] * k + rank  # [anchors, children], in after and tokens
         children = costs[:, parent] - after.flatten(1).gather(1, where)
-        children.masked_fill_((children > most) | ~drafted[:, d : d + 1], torch.inf)
+        children.masked_fill_((children > most + SLACK) | ~drafted[:, d : d + 1], torch.inf)
         among = (tokens.flatten(1).gather(1, where) == path[:, d : d + 1]) & (parent == own)
         costs, place = children.sort(dim=1, stable=True)
         heaviest = int(costs[:, :n].isfinite().sum(1).max().clamp_min(1))
