@@ -91,6 +91,20 @@ def test_a_reduced_vocabulary_that_is_no_part_of_the_targets(tiny, tmp_path, ten
     assert says in error(load, folder)
 
 
+@pytest.mark.parametrize("value", [None, -1, "x", [], {"a": 1}, 1 << 40])
+def test_whatever_a_config_holds_the_error_is_a_plain_one(folder, value):
+    """Each key in turn; where nothing is wrong with the value, the drafter loads."""
+    plain = drafter_json()
+    for key in (*plain, *plain["dflash_config"]):
+        raw = drafter_json()
+        (raw["dflash_config"] if key in raw["dflash_config"] else raw)[key] = value
+        (folder / "config.json").write_text(json.dumps(raw))
+        try:
+            load(folder)
+        except UserError as caught:
+            assert len(str(caught).splitlines()) <= 3
+
+
 # Files
 
 
@@ -123,7 +137,7 @@ def test_an_index_that_names_a_file_which_is_not_there(folder):
     assert "names lost.safetensors, not in the folder" in error(load, folder)
 
 
-@pytest.mark.parametrize("content", ["[1]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{}", "{"])
+@pytest.mark.parametrize("content", ["[1]", '{"weight_map": 3}', '{"weight_map": {"a": ["x"]}}', "{}", "{"])
 def test_an_index_that_is_none(folder, content):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)
