@@ -66,9 +66,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     raw = read_json(index)
-    names = set(raw["weight_map"].values()) if isinstance(raw.get("weight_map"), dict) else set()
-    if not names or not all(isinstance(name, str) for name in names):
+    weight_map = raw.get("weight_map")
+    listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not listed or not all(isinstance(name, str) for name in listed):
         raise UserError(f"{index}: not an index of weights: no weight_map from tensors to files")
+    names = set(listed)
     outside = sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts)
     if outside:
         raise UserError(f"{index}: names {outside[0]!r}, outside its folder")
