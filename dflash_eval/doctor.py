@@ -41,7 +41,7 @@ def doctor(config: Config, say: Say) -> int:
     _say_kernels(model, config, check)
     device, problem = _device(config)
     if problem is None and device.type == "cuda":
-        need = needed_bytes(model, config, layers)
+        need = needed_bytes(model, files, config, layers)
         where = rank_devices() if config.target.device_map else [device]
         free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in where)
         check(f"GPU memory: {gib(sum(need))} needed ({of_what(need)}), {gib(free)} free", gpu_problem(config, need))

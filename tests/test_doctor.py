@@ -112,13 +112,13 @@ def test_the_need_is_the_targets_weights_and_grows_with_the_batch(tiny, config):
     files = TargetFiles.find(config.target)
     model = skeleton(files, config.target)
     loaded = load_target(files, config.target).model
-    assert needed_bytes(model, config, [0])[0] == sum(p.nbytes for p in loaded.parameters())
+    assert needed_bytes(model, files, config, [0])[0] == sum(p.nbytes for p in loaded.parameters())
     twice = config.model_copy(update={"extract": config.extract.model_copy(update={"max_batch_tokens": 2 * 8192})})
     no_stats = config.extract.model_copy(update={"target_stats": False})
-    assert needed_bytes(model, twice, [0])[1] > needed_bytes(model, config, [0])[1]
-    assert needed_bytes(model, config, [0, 1])[1] > needed_bytes(model, config, [0])[1]
+    assert needed_bytes(model, files, twice, [0])[1] > needed_bytes(model, files, config, [0])[1]
+    assert needed_bytes(model, files, config, [0, 1])[1] > needed_bytes(model, files, config, [0])[1]
     without = config.model_copy(update={"extract": no_stats})
-    assert needed_bytes(model, without, [0])[1] < needed_bytes(model, config, [0])[1]
+    assert needed_bytes(model, files, without, [0])[1] < needed_bytes(model, files, config, [0])[1]
 
 
 def test_a_server_that_still_runs_on_the_gpus_is_in_the_way(tiny, tmp_path, one_gpu, nvidia_smi):
