@@ -36,7 +36,6 @@ def complete(
 
     Conversations are answered turn by turn, the same turn of all in batches, which are dealt over the ranks.
     """
-
     wanted = [sample_id for prompt in prompts for sample_id in prompt.sample_ids]
 
     def earlier() -> list[Sample]:
