@@ -552,6 +552,20 @@ class Cache:
 def _open_shard(path: Path) -> Iterator[h5py.File]:
     try:
         with h5py.File(path, "r") as file:
+            _refuse_elsewhere(path, file)
             yield file
     except (OSError, KeyError) as error:
         raise UserError(f"{path}: not a readable shard ({error}); extract again with --force") from None
+
+
+def _refuse_elsewhere(path: Path, group: h5py.Group) -> None:
+    """Raises UserError for datasets whose content lies in other files: links, external storage, virtual datasets."""
+    for name in group:
+        link = group.get(name, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            raise UserError(f"{path}: {group.name}/{name} is a link to elsewhere; only data of its own is read")
+        entry = group[name]
+        if isinstance(entry, h5py.Group):
+            _refuse_elsewhere(path, entry)
+        elif entry.external or entry.is_virtual:
+            raise UserError(f"{path}: {entry.name} lies in other files; only data of its own is read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 
 from dflash_eval import ranks
-from dflash_eval.config import Config, load_config
+from dflash_eval.config import Config, load_config, load_overrides
 from dflash_eval.errors import RunError, Stopped, UserError
 
 app = typer.Typer(
@@ -103,6 +104,29 @@ def import_(
     from dflash_eval.importing import import_states
 
     import_states(settings, source, numbers, force=force, say=lambda line: typer.echo(line, err=True))
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Hugging Face id, folder or file")],
+    against: Annotated[str | None, typer.Option(help="another checkpoint, to show what differs")] = None,
+    cache: Annotated[Path | None, typer.Option(help="a cache folder: can it serve the checkpoint?")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="amend its config: --set block_size=16 (repeatable)", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Say what a drafter's checkpoint is, and what looks wrong with it."""
+    overrides = load_overrides(set_ or [])
+    from dflash_eval.inspection import inspect as run
+    from dflash_eval.inspection import print_inspection
+
+    result = run(checkpoint, against, cache, overrides)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        print_inspection(result, Console())
 
 
 @bench_app.command("evaluate")

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dflash_eval.errors import UserError
+from dflash_eval.sources import step_checkpoints
 
 
 def _problem(message: str, *at: str | int) -> PydanticCustomError:
@@ -198,7 +199,7 @@ class DrafterSpec(Section):
 
     name: Text
     checkpoint: Text
-    """Hugging Face id, local folder or file, or package:<module>/<folder>."""
+    """Hugging Face id, local folder or file, or package:<module>/<folder>; runs/mine/step-* is a drafter a match."""
     reference: bool = False
     """The others are compared with this one; at most one."""
     overrides: DrafterOverrides = DrafterOverrides()
@@ -315,13 +316,27 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         data, places = _override(data, places, override)
     try:
-        return Config.model_validate(data)
+        return _with_steps(Config.model_validate(data), places)
     except ValidationError as error:
         details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
         messages = [_message(detail, places) for detail in details]
         if len(messages) > SHOWN_ERRORS:
             messages[SHOWN_ERRORS - 1] += f" (and {len(messages) - SHOWN_ERRORS} more errors)"
         raise UserError("\n".join(messages[:SHOWN_ERRORS])) from None
+
+
+def load_overrides(overrides: Sequence[str]) -> DrafterOverrides:
+    """`key=value` overrides of a checkpoint's own config, in order. Raises UserError as `load_config` does."""
+    data: Any = {}
+    places: Places = {(): "--set"}
+    for override in overrides:
+        data, places = _override(data, places, override)
+    try:
+        return DrafterOverrides.model_validate(data)
+    except ValidationError as error:
+        raise UserError(
+            "\n".join(_message(detail, places, DrafterOverrides) for detail in error.errors()[:3])
+        ) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -382,6 +397,30 @@ def _collect_lines(
             _collect_lines(loader, value, own, lines, place)
 
 
+def _with_steps(config: Config, places: Places) -> Config:
+    """Every drafter whose checkpoint is a pattern replaced by one for each match, named after its step."""
+    drafters: list[DrafterSpec] = []
+    for i, spec in enumerate(config.drafters):
+        if not re.search(r"[*?\[]", spec.checkpoint) or os.path.exists(os.path.expanduser(spec.checkpoint)):
+            drafters.append(spec)
+            continue
+        place = f"{_place(places, ('drafters', i, 'checkpoint'))}: drafters.{i}"
+        try:
+            matches = step_checkpoints(spec.checkpoint)
+        except UserError as error:
+            raise UserError(f"{place}.checkpoint {error}") from None
+        if spec.reference and len(matches) > 1:
+            raise UserError(f"{place}.reference must be false, or its checkpoint one: it matches {len(matches)}")
+        drafters += [
+            spec.model_copy(update={"name": f"{spec.name}-{step}", "checkpoint": path}) for step, path in matches
+        ]
+    names = [spec.name for spec in drafters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{_place(places, ('drafters',))}: {_shown(twice)} is the name of two drafters, by their steps")
+    return config.model_copy(update={"drafters": tuple(drafters)})
+
+
 def _override(data: Any, places: Places, override: str) -> tuple[Any, Places]:
     place = f"--set {override}"
     name, equals, text = override.partition("=")
@@ -410,12 +449,12 @@ def _replaced(node: Any, keys: Keys, value: Any, place: str) -> Any:
     return {**section, key: _replaced(section.get(key), rest, value, place)}
 
 
-def _message(error: ErrorDetails, places: Places) -> str:
+def _message(error: ErrorDetails, places: Places, model: type[BaseModel] = Config) -> str:
     kind, context = error["type"], error.get("ctx", {})
     keys = (*error["loc"], *context.get("at", ()))
-    place = next(places[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in places)
+    place = _place(places, keys)
     if kind == "extra_forbidden":
-        return f"{place}: unknown key {_shown(_dotted(keys))}; {_known_keys(keys)}"
+        return f"{place}: unknown key {_shown(_dotted(keys))}; {_known_keys(keys, model)}"
     problem = PROBLEMS.get(kind) or error["msg"].replace("Input should be", "must be").replace("'", '"')
     problem = problem.replace("greater than or equal to", "at least")
     if kind not in ("config", "missing", "string_too_short", "too_short"):
@@ -423,9 +462,13 @@ def _message(error: ErrorDetails, places: Places) -> str:
     return f"{place}: {_dotted(keys)} {problem}"
 
 
-def _known_keys(keys: Keys) -> str:
-    """What could have been meant by the last of `keys`."""
-    model: type[BaseModel] = Config
+def _place(places: Places, keys: Keys) -> str:
+    """Where the value at `keys` was given, or what holds it."""
+    return next(places[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in places)
+
+
+def _known_keys(keys: Keys, model: type[BaseModel]) -> str:
+    """What could have been meant by the last of `keys`, which begin at `model`."""
     for key in keys[:-1]:
         if isinstance(key, str):
             annotation = model.model_fields[key].annotation

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dflash_eval import ranks
 from dflash_eval.acceptance.walks import Walk
 from dflash_eval.cache import DTYPES, Cache, Manifest, differences
+from dflash_eval.compatible import check_fits
 from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import check_weights, load_drafter, read_config
 from dflash_eval.drafter.config import DrafterConfig
@@ -164,7 +165,7 @@ def _checked(config: Config, manifest: Manifest, failures: Failures) -> tuple[li
     for spec in config.drafters:
         try:
             drafter_config = read_config(spec)
-            check_fits(spec, drafter_config, manifest)
+            check_fits(spec, drafter_config, manifest, config.evaluate.width)
             weights = max(weights, check_weights(spec, drafter_config))
         except UserError as error:
             _fail(spec, error, failures, len(config.drafters))
@@ -177,30 +178,14 @@ def _fail(spec: DrafterSpec, error: UserError | RunError, failures: Failures, dr
     """Note that a drafter failed, and say so while others go on; raise where none is left to go on."""
     failures[spec.name] = error
     if len(failures) == drafters:
-        raise next(iter(failures.values()))
+        first = next(iter(failures.values()))
+        raise (
+            first
+            if drafters == 1
+            else type(first)(f"none of the {drafters} drafters can be judged; the first: {first}")
+        )
     if ranks.rank() == 0:
         say(f"{spec.name} failed, the others go on: {error}")
-
-
-def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest) -> None:
-    """Raises UserError unless the cache can serve the drafter."""
-    if drafter.hidden_size != manifest.hidden_size:
-        raise UserError(
-            f"{spec.name} ({spec.checkpoint}): hidden size {drafter.hidden_size}, the target's is "
-            f"{manifest.hidden_size}: a drafter of another target"
-        )
-    missing = [layer for layer in drafter.target_layer_ids if layer not in manifest.layers]
-    if missing:
-        raise UserError(
-            f"{spec.name} ({spec.checkpoint}): needs layers {', '.join(map(str, missing))}, the cache has "
-            f"{', '.join(map(str, manifest.layers))}\n"
-            "dflash-eval extract --force adds them, with extract.layers: auto (the completions are kept)"
-        )
-    if drafter.mask_token_id >= manifest.vocab_size:
-        raise UserError(
-            f"{spec.name} ({spec.checkpoint}): mask_token_id {drafter.mask_token_id} is outside the target's "
-            f"vocabulary of {manifest.vocab_size}"
-        )
 
 
 def _workers(drafters: int, weight_bytes: int, device: torch.device) -> int:

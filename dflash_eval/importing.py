@@ -26,7 +26,7 @@ from dflash_eval.prompts import RenderedPrompt, load_prompts, render_turn
 from dflash_eval.saved_states import Entry, Saved, list_entries, read_saved
 
 HEAD_ROWS = 512  # positions whose logits are made at once
-DOUBTFUL = 0.9  # greedy agreement below which tokens and states hardly belong together
+DOUBTFUL = 0.5  # greedy agreement below which tokens and states hardly belong together
 
 
 def import_states(

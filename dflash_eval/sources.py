@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from dflash_eval.errors import UserError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+WEIGHTS = (".safetensors", ".pt", ".bin", ".pth", ".ckpt")
 SAMPLED_BLOCK = 64 * 1024
 
 
@@ -28,6 +31,7 @@ def resolve(spec: str, revision: str | None = None, files: Sequence[str] = ("*.j
     if not HUB_ID.fullmatch(spec):
         raise UserError(f"{spec}: no such file or folder")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -42,10 +46,40 @@ def resolve(spec: str, revision: str | None = None, files: Sequence[str] = ("*.j
     except RepositoryNotFoundError:
         reason = "there is no such model on the Hugging Face hub, or it needs a token (HF_TOKEN)"
     except LocalEntryNotFoundError:
-        reason = "the Hugging Face hub cannot be reached and nothing is cached"
+        offline = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the Hugging Face hub cannot be reached"
+        reason = f"{offline} and nothing of it is cached under {HF_HUB_CACHE}"
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
     raise UserError(f"{spec}: no such file or folder here, and {reason}")
+
+
+def step_checkpoints(pattern: str) -> list[tuple[str, str]]:
+    """What a pattern of a training run's checkpoints (`runs/mine/step-*`) matches: (step, path), by step.
+
+    The step is the number that the wildcard stands for, or all that it stands for where numbers do not tell them
+    apart. Raises UserError where nothing that holds weights matches.
+    """
+    first, last = re.search(r"[*?\[]", pattern), re.search(r"[*?\]][^*?\]]*$", pattern)
+    assert first is not None
+    assert last is not None
+    before, after = os.path.expanduser(pattern[: first.start()]), len(pattern) - last.start() - 1
+    matches = glob.glob(os.path.expanduser(pattern))
+    found = [path for path in matches if _holds_weights(Path(path))]
+    if not found:
+        what = f"none of the {len(matches)} matches is a checkpoint" if matches else "matches nothing"
+        raise UserError(f"{pattern}: {what} (a folder with config.json and weights, or a file of weights)")
+    labels = {path: path[len(before) : len(path) - after] for path in found}
+    numbers = {path: re.findall(r"\d+", label) for path, label in labels.items()}
+    steps = [own[-1] for own in numbers.values() if own]
+    if len(set(steps)) == len(found):
+        labels = {path: own[-1] for path, own in numbers.items()}
+    found.sort(key=lambda path: (list(map(int, numbers[path])), labels[path]))
+    return [(labels[path].strip("/").replace("/", "-"), path) for path in found]
+
+
+def _holds_weights(path: Path) -> bool:
+    files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
+    return any(file.suffix in WEIGHTS or (file.name == "config.json" and file != path) for file in files)
 
 
 def _in_package(spec: str) -> Path:

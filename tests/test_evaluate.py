@@ -183,7 +183,7 @@ def missing_layer(folder: Path) -> Path:
 
 FAULTS = {
     broken_weights: "not a whole safetensors file",
-    nan_weights: "norm.weight holds NaN",
+    nan_weights: "norm.weight holds NaN (32 of 32",
     missing_layer: "needs layers 5",
 }
 
@@ -213,7 +213,7 @@ def test_a_drafter_that_fails_is_said_and_the_others_are_judged_all_the_same(tin
 
 def test_all_drafters_failing_is_the_first_ones_error(tiny, tmp_path):
     drafters = [("a", nan_weights(tmp_path / "a")), ("b", nan_weights(tmp_path / "b"))]
-    assert error(beside(tiny, tmp_path, drafters)).startswith("a (")
+    assert error(beside(tiny, tmp_path, drafters)).startswith("none of the 2 drafters can be judged; the first: a (")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

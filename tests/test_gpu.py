@@ -120,23 +120,26 @@ def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
             assert torch.cosine_similarity(ours, theirs, dim=-1).min() > 0.999
 
 
-ATTENTION = [  # (slots, heads, key heads, head size), window, causal; each is a kernel to compile
-    ((6, 4, 2, 16), None, False),
-    ((6, 4, 2, 16), 9, True),
-    ((16, 9, 3, 64), None, True),
-    ((16, 9, 3, 64), 70, True),
-    ((16, 32, 8, 128), None, False),
-    ((16, 32, 8, 128), 9, False),
+ATTENTION = [  # (slots, heads, key heads, head size), window, causal, window from the anchor; each compiles a kernel
+    ((6, 4, 2, 16), None, False, False),
+    ((6, 4, 2, 16), 9, True, False),
+    ((16, 9, 3, 64), None, True, False),
+    ((16, 9, 3, 64), 70, True, False),
+    ((16, 32, 8, 128), None, False, False),
+    ((16, 32, 8, 128), 9, False, False),
+    ((6, 4, 2, 16), 64, True, True),
+    ((16, 32, 8, 128), 9, False, True),
 ]
 
 
-@pytest.mark.parametrize(("shape", "window", "causal"), ATTENTION)
+@pytest.mark.parametrize(("shape", "window", "causal", "from_anchor"), ATTENTION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_attention_equals_plain_products(shape, window, causal, dtype):
+def test_the_fused_attention_equals_plain_products(shape, window, causal, from_anchor, dtype):
     slots, heads, kv_heads, head_dim = shape
-    config = DrafterConfig.from_dict(
-        drafter_json(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
-    )
+    config = DrafterConfig.from_dict({
+        **drafter_json(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim),
+        "window_from_anchor": from_anchor,
+    })  # fmt: skip
     layer = BlockAttention(config, window, causal)
     samples, positions, each = 3, 150, 40
     torch.manual_seed(0)
@@ -190,3 +193,44 @@ def test_expected_tau_on_the_gpu_is_that_of_the_cpu(tiny, tmp_path):
     on_gpu = evaluate(load_config(path, ["evaluate.device=cuda"]))["drafters"][0]
     assert on_gpu["samples"] == on_cpu["samples"]
     assert on_gpu["expected_tau"] == pytest.approx(on_cpu["expected_tau"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["selector", "markov", "reduced"])
+def test_drafters_with_heads_walk_on_the_gpu_as_on_the_cpu(tiny, tmp_path, kind):
+    from conftest import VOCABULARY, save_drafter
+    from drafters import deepspec_json, head_of, speculators_json
+    from safetensors.torch import load_file
+
+    torch.manual_seed(3)
+    state = load_file(tiny.drafter / "model.safetensors")
+    if kind == "selector":
+        sizes = {"selector_rank": 4, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 8}
+        raw = {**tiny.raw, "architectures": ["DFlash2DraftModel"], **sizes}
+        for conv in ("attention_conv", "mlp_conv"):
+            for layer in (0, 1):
+                state[f"layers.{layer}.{conv}.base_kernel"] = torch.tensor([1.0, 0.05])[None, :, None].repeat(2, 1, 32)
+                state[f"layers.{layer}.{conv}.kernel_projection.weight"] = 0.02 * torch.randn(16, 32)
+        state |= {
+            f"candidate_selector.{side}_codebook": torch.randn(VOCABULARY, 4) for side in ("predecessor", "successor")
+        }
+        state["candidate_selector.hidden_projection.weight"] = 0.3 * torch.randn(4, 32)
+    elif kind == "markov":
+        raw = deepspec_json(tiny.raw, markov_rank=3, markov_head_type="rnn")
+        state |= {"markov_head.markov_w1.weight": torch.randn(VOCABULARY, 3)}
+        state |= {"markov_head.markov_w2.weight": torch.randn(VOCABULARY, 3)}
+        state |= {
+            "markov_head.joint_proj.weight": torch.randn(9, 38) / 4,
+            "markov_head.joint_proj.bias": torch.randn(9),
+        }
+    else:
+        raw = speculators_json(tiny.raw, draft_vocab_size=200)
+        state |= {"lm_head.weight": head_of(tiny)["lm_head.weight"][:200], "d2t": torch.zeros(200, dtype=torch.int64)}
+    path = write_config(
+        tmp_path,
+        tiny.target,
+        [("mine", save_drafter(tmp_path / "d", raw, state))],
+        cache_dir=str(tiny.folder / "cache"),
+    )
+    prompts = f"prompts.source={tiny.folder / 'prompts.jsonl'}"
+    on_cpu, on_gpu = (evaluate(load_config(path, [prompts, f"evaluate.device={d}"])) for d in ("cpu", "cuda"))
+    assert on_gpu["drafters"][0]["samples"] == on_cpu["drafters"][0]["samples"]

@@ -185,6 +185,17 @@ def test_the_engines_own_tau_stands_beside_ours_with_what_to_beware_of(results):
     assert "Served τ micro 3.87" in " ".join(printed(results).split())
 
 
+@pytest.mark.parametrize("show", [printed, markdown])
+def test_what_the_trees_are_built_from_is_told_where_slots_depend_on_each_other(results, show):
+    results["drafters"][0]["ddtree_scores"] = "logits"
+    results["drafters"][1]["ddtree_scores"] = "selector"
+    results["drafters"][2]["ddtree_scores"] = "logits without the Markov head"
+    lines = " ".join(show(results).split())
+    assert "z-lab: DDTree" not in lines
+    assert "mine-12000: DDTree by budget is built from its candidate selector's scores" in lines
+    assert "mine-9000: DDTree by budget is built from its logits without the Markov head" in lines
+
+
 def test_without_a_reference_there_is_no_gap_and_no_mark(results):
     results["drafters"][0]["reference"] = False
     results["comparisons"] = []

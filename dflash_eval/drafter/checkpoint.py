@@ -22,6 +22,8 @@ from dflash_eval.drafter.weights import PICKLES, Stored, read_json, read_tensors
 from dflash_eval.errors import UserError
 from dflash_eval.sources import resolve
 
+MOST_LAYERS = 1000
+
 
 def read_config(spec: DrafterSpec) -> DrafterConfig:
     """The checkpoint's configuration with the spec's overrides; no weights are read.
@@ -31,6 +33,7 @@ def read_config(spec: DrafterSpec) -> DrafterConfig:
     path, raw = _raw_config(spec)
     overrides = spec.overrides.model_dump(exclude_none=True)
     try:
+        _check_layers(raw)
         format, values = normalise(raw)
         nested = values.get("dflash_config") or {}
         if "rope_theta" in overrides:
@@ -73,6 +76,14 @@ def check_weights(spec: DrafterSpec, config: DrafterConfig) -> int:
     fit = compare_weights(spec, config)
     check_fit(spec.checkpoint, config, fit)
     return sum(math.prod(stored.shape) for stored in fit.stored.values() if stored.dtype.is_floating_point)
+
+
+def target_of(spec: DrafterSpec) -> tuple[str | None, int | None]:
+    """The target that a checkpoint names, and how many layers it says that one has; either may be unknown."""
+    raw = _raw_config(spec)[1]
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    name, layers = verifier.get("name_or_path"), raw.get("num_target_layers")
+    return name if isinstance(name, str) and name else None, layers if type(layers) is int else None
 
 
 def _raw_config(spec: DrafterSpec) -> tuple[Path, dict[str, Any]]:
@@ -165,6 +176,14 @@ def _mend(spec: DrafterSpec, key: str) -> str:
     if key in DrafterOverrides.model_fields:
         return f"mend it there, or set {key} under the overrides of drafter {spec.name!r} in the config"
     return "mend it there: it must be the config that the drafter was trained with"
+
+
+def _check_layers(raw: dict[str, Any]) -> None:
+    """Before anything is as long as the config says."""
+    for section in (raw, raw.get("transformer_layer_config"), raw.get("dflash_config")):
+        layers = section.get("num_hidden_layers", 1) if isinstance(section, dict) else 1
+        if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {layers!r}, not a number from 1 to {MOST_LAYERS}")
 
 
 def _check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
