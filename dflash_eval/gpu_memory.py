@@ -36,16 +36,18 @@ def check_gpu_memory(config: Config, files: TargetFiles, layers: Sequence[int]) 
     device = pick_device(config.target.device)
     if device.type != "cuda" or files.gguf:
         return
-    problem = gpu_problem(config, needed_bytes(skeleton(files, config.target), config, layers))
+    problem = gpu_problem(config, needed_bytes(skeleton(files, config.target), files, config, layers))
     if problem:
         raise UserError(f"{config.target.model}: {problem}")
 
 
-def needed_bytes(model: Any, config: Config, layers: Sequence[int]) -> tuple[int, int]:
+def needed_bytes(model: Any, files: TargetFiles, config: Config, layers: Sequence[int]) -> tuple[int, int]:
     """Bytes of the target's weights and of a batch's activations, estimated. model: on the meta device."""
     text = model.config.get_text_config()
     itemsize = DTYPES[config.target.dtype].itemsize
     weights = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    if getattr(model.config, "quantization_config", None):
+        weights = sum(file.stat().st_size for file in files.folder.glob("*.safetensors"))
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     token = (8 + len(layers)) * text.hidden_size + 3 * inner
     head = HEAD_ROWS * text.vocab_size * 12 if config.extract.target_stats else 0
@@ -73,7 +75,7 @@ def gpu_problem(config: Config, need: tuple[int, int]) -> str | None:
     elif config.completions.source == "server" and is_local(server):
         mend = f"stop the server at {shown_url(server)} now, extract, start it again; the completions are kept"
     else:
-        mend = "free some"
+        mend = "free some, or lower extract.max_batch_tokens"
     return f"{said}\n{mend}"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
@@ -82,6 +82,20 @@ class TargetFiles:
     def fingerprint(self) -> str:
         return fingerprint(self.folder / self.gguf if self.gguf else self.folder)
 
+    def check_weights(self) -> None:
+        """Raises UserError naming the safetensors file that is missing or not whole, before minutes go into reading."""
+        index = self.folder / "model.safetensors.index.json"
+        there = sorted(self.folder.glob("*.safetensors"))
+        listed = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else set()
+        for path in [self.folder / name for name in sorted(listed)] or there:
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except FileNotFoundError:
+                raise UserError(f"{path}: missing, though {index.name} lists it; fetch the target again") from None
+            except SafetensorError as error:
+                raise UserError(f"{path}: truncated or damaged ({error}); fetch the target again") from None
+
     def arguments(self) -> dict[str, Any]:
         return {"gguf_file": self.gguf} if self.gguf else {}
 
@@ -118,6 +132,8 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     if config.require_kernels and not files.gguf:  # a GGUF holds no linear attention that needs a kernel
         _require_kernels(skeleton(files, config), config)  # before any weight is read
     with load_errors(config):
+        if not files.gguf:
+            files.check_weights()
         auto = AutoModelForCausalLM if files.gguf else _model_class(files, config)[0]  # a GGUF's config is slow to read
         model = auto.from_pretrained(
             files.folder,
