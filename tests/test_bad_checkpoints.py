@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_eval.config import DrafterSpec, load_config
 from dflash_eval.drafter.checkpoint import load_drafter, read_config
+from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
 
 
