@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
 from dflash_eval.cache import DTYPES, Sample, to_float8
 from dflash_eval.machine import out_of_memory
-from dflash_eval.target import Target
+from dflash_eval.target import Target, shield_kernels
 
 HEAD_ROWS = 512  # completion positions whose logits are there at once
 GRAPHS = 64  # compiled variants of a decoder layer: its kinds times the shapes that it meets
@@ -161,6 +161,7 @@ def compile_layers(target: Target, warm_up: Callable[[], object], say: Callable[
     if any(hasattr(layer, "_hf_hook") for layer in target.layers):
         return 0.0  # spread over GPUs by accelerate, whose hooks do not compile
     start = time.perf_counter()
+    shield_kernels(target.model)
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     for layer in target.layers:
         layer.forward = torch.compile(layer.forward)  # not the layer: the hooks stay outside

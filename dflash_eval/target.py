@@ -220,17 +220,33 @@ def kernels_of(model: Any) -> dict[str, str]:
 
 def _bound_functions(model: Any) -> dict[str, tuple[str, str | None]]:
     """name → (package that offers a kernel, package that is really called or None for the torch fallback)."""
-    bound = {}
-    for module_name in {type(module).__module__ for module in model.modules()}:
-        for name, function in vars(sys.modules[module_name]).items():
+    return {name.removeprefix("torch_"): packages for _, name, packages in _bindings(model)}
+
+
+def _bindings(model: Any) -> Iterator[tuple[Any, str, tuple[str, str | None]]]:
+    """(modelling module, the function's name there, packages as in `_bound_functions`)."""
+    for module in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name, function in list(vars(module).items()):
+            function = getattr(function, "_torchdynamo_orig_callable", function)  # of `shield_kernels`
             if not inspect.isfunction(function):
                 continue
             outer = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
             implementation, package = outer.get("implementation"), outer.get("package")
             if callable(implementation) and isinstance(package, str):
                 root = implementation.__module__.partition(".")[0]
-                bound[name.removeprefix("torch_")] = (package, package if root == package else None)
-    return bound
+                yield module, name, (package, package if root == package else None)
+
+
+def shield_kernels(model: Any) -> None:
+    """Make torch.compile call the kernels that the target's functions are bound to, rather than look into them.
+
+    transformers takes the torch fallback where a function is traced for an export, and torch 2.11 says so of every
+    compilation: the compiled target would silently run without its kernels.
+    """
+    for module, name, (_, called) in _bindings(model):
+        function = getattr(module, name)
+        if called and not hasattr(function, "_torchdynamo_orig_callable"):
+            setattr(module, name, torch.compiler.disable(function))
 
 
 def fallbacks(model: Any, required: Sequence[str]) -> dict[str, list[str]]:
