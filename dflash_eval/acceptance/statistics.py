@@ -31,9 +31,11 @@ def tau_micro(acceptance_lengths: Sequence[Sequence[int]]) -> float | None:
     return sum(sum(lengths) for lengths in acceptance_lengths) / cycles if cycles else None
 
 
-def bootstrap_interval(values: NDArray[np.float64], draws: int, seed: int) -> Interval | None:
-    """95% percentile interval of the mean of `values` [prompts] under resampling; None below two finite values."""
-    return _interval(values[:, None], lambda means: means[:, 0], draws, seed)
+def bootstrap_interval(
+    values: NDArray[np.float64], draws: int, seed: int, confidence: float = 0.95
+) -> Interval | None:
+    """Percentile interval of the mean of `values` [prompts] under resampling; None below two finite values."""
+    return _interval(values[:, None], lambda means: means[:, 0], draws, seed, confidence)
 
 
 def bootstrap_ratio_interval(
@@ -66,7 +68,11 @@ def wins_ties_losses(differences: NDArray[np.float64]) -> tuple[int, int, int]:
 
 
 def _interval(
-    columns: NDArray[np.float64], statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]], draws: int, seed: int
+    columns: NDArray[np.float64],
+    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    draws: int,
+    seed: int,
+    confidence: float = 0.95,
 ) -> Interval | None:
     """Of a statistic [draws] of the columns' means [draws, k]; columns: [prompts, k], drawn by the row."""
     columns = columns[np.isfinite(columns).all(1)]
@@ -77,7 +83,7 @@ def _interval(
         columns[rng.integers(len(columns), size=(rows, len(columns)))].mean(1)
         for rows in _chunks(draws, max(1, 4_000_000 // columns.size))
     ])  # fmt: skip
-    low, high = np.percentile(statistic(means), [2.5, 97.5])
+    low, high = np.quantile(statistic(means), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 

@@ -140,13 +140,17 @@ class DFlashDrafter(nn.Module):
         """
         slots = torch.arange(block_embeds.shape[1], device=anchors.device)
         positions = anchors[:, None] + slots
-        cos, sin = self.rotary(block_embeds, positions)
+        cos, sin = self.rotary(block_embeds, self.rope_positions(positions))
         owners = torch.cat([group.owners for group in groups]).to(anchors.device)
         blocks = Blocks(positions, cos, sin, lengths, groups, owners)
         hidden = block_embeds
         for layer, kv in zip(self.layers, context, strict=True):
             hidden = layer(hidden, blocks, kv)
         return self.norm(hidden)
+
+    def rope_positions(self, positions: Tensor) -> Tensor:
+        """The positions that RoPE gives the blocks' slots, [blocks, slots]: their own. A diagnosis tries others."""
+        return positions
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """[..., hidden] and the target's head [vocabulary, hidden] → [..., vocabulary], in hidden's dtype."""

@@ -1,0 +1,68 @@
+"""A part of a cache in memory, which every counterfactual reads: some prompts, of each a stretch of the completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash_eval.cache import Cache, Sample
+from dflash_eval.diagnosis.reading import NORMED
+
+PROMPTS = 16
+TOKENS = 96  # of each completion
+AGREES = 0.9
+
+
+class Excerpts(Cache):
+    """`samples` are stretches: what comes before one counts as its prompt. States are read once, when it is made.
+
+    The stretches begin at the completions' starts, at their ends less TOKENS, and evenly between, so that what depends
+    on the distance from the prompt is seen.
+    """
+
+    def __init__(self, cache: Cache, layers: Sequence[int], prompts: int = PROMPTS, tokens: int = TOKENS) -> None:
+        self.folder, self.manifest = cache.folder, cache.manifest
+        long_enough = [sample for sample in cache.samples if len(sample.completion_ids) > 1]
+        step = max(1, len(long_enough) / prompts)
+        whole = [long_enough[int(i * step)] for i in range(min(prompts, len(long_enough)))]
+        self.samples = [_stretch(sample, i / max(1, len(whole) - 1), tokens) for i, sample in enumerate(whole)]
+        self.offsets = [len(own.prompt_ids) - len(was.prompt_ids) for own, was in zip(self.samples, whole, strict=True)]
+        self._states: dict[str, dict[int, Tensor]] = {}
+        for sample in self.samples:
+            states = cache.features(sample.id, layers)[: len(sample)].unflatten(-1, (len(layers), -1))
+            self._states[sample.id] = dict(zip(layers, states.unbind(1), strict=True))
+
+    def features(self, sample_id: str, layers: Sequence[int]) -> Tensor:
+        return torch.cat([self._states[sample_id][layer] for layer in layers], dim=-1)
+
+    def add_normed(self, last: int, weight: Tensor, lm_head: Tensor) -> bool:
+        """Add the last layer's states behind the final norm, under NORMED; False where they cannot be made.
+
+        weight: the norm's. Whether it multiplies as it is or as 1 + weight the text tells: the target's own logits
+        follow from these states, and their argmax is the next token nearly everywhere.
+        """
+        for scale in (weight.float(), 1 + weight.float()):
+            agreed: list[Tensor] = []
+            for sample in self.samples:
+                own = self._states[sample.id]
+                normed = F.rms_norm(own[last].float(), scale.shape, scale, 1e-6)
+                own[NORMED] = normed.to(own[last].dtype)
+                start = len(sample.prompt_ids) - 1
+                rows = torch.arange(start, len(sample) - 1)[:16]
+                said = (normed[rows].to(lm_head.device, lm_head.dtype) @ lm_head.T).argmax(-1).cpu()
+                agreed.append(said == torch.tensor(sample.input_ids)[rows + 1])
+            if float(torch.cat(agreed).float().mean()) >= AGREES:
+                return True
+        return False
+
+
+def _stretch(sample: Sample, place: float, tokens: int) -> Sample:
+    """`tokens` of the completion, from its start (place 0) to its end (place 1)."""
+    skipped = int(np.floor(place * max(0, len(sample.completion_ids) - tokens)))
+    rest = sample.completion_ids[skipped:]
+    return replace(sample, prompt_ids=sample.prompt_ids + sample.completion_ids[:skipped], completion_ids=rest[:tokens])
