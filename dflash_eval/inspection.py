@@ -97,7 +97,7 @@ def _facts(spec: DrafterSpec, manifest: Manifest | None) -> Facts:
         "misshapen": {name: {"is": is_, "wanted": wanted} for name, (is_, wanted) in fit.misshapen.items()},
         "never_used": fit.unused,
     }
-    facts |= _weights(fit)
+    facts |= weight_facts(fit)
     facts["problems"] = _problems(spec, config, fit, facts)
     if manifest is not None:
         facts["cache_serves"], facts["cache_reason"] = _served(spec, config, manifest)
@@ -151,9 +151,9 @@ def _target(spec: DrafterSpec, manifest: Manifest | None, config: DrafterConfig)
     return found
 
 
-def _weights(fit: Fit) -> Facts:
+def weight_facts(fit: Fit) -> Facts:
     """What the weights themselves show: those that are not finite, and norms that no training has touched."""
-    not_finite, untrained = {}, []
+    not_finite, untrained, zero = {}, [], []
     for name, tensor in read_tensors(fit.stored):
         if not tensor.dtype.is_floating_point:
             continue
@@ -162,7 +162,9 @@ def _weights(fit: Fit) -> Facts:
             not_finite[name] = {"nan": int(tensor.isnan().sum()), "infinite": int(tensor.isinf().sum())}
         elif name.endswith("norm.weight") and low == high:
             untrained.append(f"{name} (all {float(low):g})")
-    return {"not_finite": not_finite, "untrained_norms": untrained}
+        elif low == high == 0:
+            zero.append(name)
+    return {"not_finite": not_finite, "untrained_norms": untrained, "zero": zero}
 
 
 def _problems(spec: DrafterSpec, config: DrafterConfig, fit: Fit, facts: Facts) -> list[str]:
@@ -176,6 +178,8 @@ def _problems(spec: DrafterSpec, config: DrafterConfig, fit: Fit, facts: Facts) 
         problems.append(f"{name} holds {counts['nan']:,} NaN and {counts['infinite']:,} infinite values")
     if facts["untrained_norms"]:
         problems.append(f"norms that look untrained: {_some(facts['untrained_norms'])}")
+    if facts["zero"]:
+        problems.append(f"weights that are all 0: {_some(facts['zero'])}")
     if facts["reads_last_layer"]:
         problems.append("fc reads the target's last layer, which the official recipe keeps for the target's logits")
     beyond = [i for i in config.target_layer_ids if facts["target_layers"] is not None and i >= facts["target_layers"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from dflash_eval.cache import Cache, Sample
 from dflash_eval.diagnosis.reading import NORMED
 
 PROMPTS = 16
-TOKENS = 96  # of each completion
+TOKENS = 64  # of each completion
 AGREES = 0.9
 
 
@@ -32,13 +33,22 @@ class Excerpts(Cache):
         whole = [long_enough[int(i * step)] for i in range(min(prompts, len(long_enough)))]
         self.samples = [_stretch(sample, i / max(1, len(whole) - 1), tokens) for i, sample in enumerate(whole)]
         self.offsets = [len(own.prompt_ids) - len(was.prompt_ids) for own, was in zip(self.samples, whole, strict=True)]
+        self._lengths = {sample.id: len(sample) for sample in self.samples}
         self._states: dict[str, dict[int, Tensor]] = {}
         for sample in self.samples:
             states = cache.features(sample.id, layers)[: len(sample)].unflatten(-1, (len(layers), -1))
             self._states[sample.id] = dict(zip(layers, states.unbind(1), strict=True))
 
     def features(self, sample_id: str, layers: Sequence[int]) -> Tensor:
-        return torch.cat([self._states[sample_id][layer] for layer in layers], dim=-1)
+        length = self._lengths[sample_id]
+        return torch.cat([self._states[sample_id][layer][:length] for layer in layers], dim=-1)
+
+    def cut(self, tokens: int) -> Excerpts:
+        """The same with the first `tokens` of each stretch."""
+        shorter = copy.copy(self)
+        shorter.samples = [replace(own, completion_ids=own.completion_ids[:tokens]) for own in self.samples]
+        shorter._lengths = {sample.id: len(sample) for sample in shorter.samples}
+        return shorter
 
     def add_normed(self, last: int, weight: Tensor, lm_head: Tensor) -> bool:
         """Add the last layer's states behind the final norm, under NORMED; False where they cannot be made.

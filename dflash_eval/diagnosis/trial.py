@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from dflash_eval.acceptance.sampling import Sampling
 from dflash_eval.acceptance.statistics import prompt_means
-from dflash_eval.acceptance.walks import replay
+from dflash_eval.acceptance.walks import Accept, replay
 from dflash_eval.config import EvaluateConfig
 from dflash_eval.diagnosis.excerpts import Excerpts
 from dflash_eval.diagnosis.reading import Reading, read_as
@@ -17,7 +19,7 @@ from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.drafter.scoring import Scorer
 from dflash_eval.judge import Judge, judges
 
-QUICK_ANCHORS, QUICK_SLOTS = 8, 3  # anchors of each excerpt, slots of each block
+ANCHORS, SLOTS = 8, 4  # of each excerpt, and of each block, where the text's log-probability is taken
 LEAST_LOGPROB = -20.0  # of a token that the drafter cannot say
 
 
@@ -31,22 +33,22 @@ class Trials:
         self.heads = {lm_head.dtype: lm_head}
         self.config = config.model_copy(update={"width": 1, "budgets": (1,)})  # only the chain is walked
 
-    def tau(self, reading: Reading) -> NDArray[np.float64]:
-        """Each excerpt's mean acceptance length, [excerpts]."""
+    def tau(self, reading: Reading, tokens: int | None = None) -> NDArray[np.float64]:
+        """Each excerpt's mean acceptance length, [excerpts]; of its first `tokens` alone where that is given."""
         means = np.full(len(self.excerpts.samples), np.nan)
-        for indices, judge in self._judges(reading):
+        for indices, judge in self._judges(reading, self.excerpts if tokens is None else self.excerpts.cut(tokens)):
             starts, ends = [len(sample.prompt_ids) for sample in judge.group], [len(sample) for sample in judge.group]
             walks = replay(starts, ends, 1, _chain_of(judge))
             means[indices] = prompt_means([own[0].committed for own in walks])
         return means
 
     def logprobs(self, reading: Reading) -> NDArray[np.float64]:
-        """Each excerpt's mean log-probability of the next QUICK_SLOTS tokens at QUICK_ANCHORS anchors, [excerpts]."""
+        """Each excerpt's mean log-probability of the next SLOTS tokens at ANCHORS anchors, [excerpts]."""
         means = np.full(len(self.excerpts.samples), np.nan)
-        for indices, judge in self._judges(reading):
-            owners, anchors = some_anchors(judge, QUICK_ANCHORS)
+        for indices, judge in self._judges(reading, self.excerpts):
+            owners, anchors = some_anchors(judge, ANCHORS)
             hidden, tokens, _ = judge.draft(owners, anchors)
-            hidden, tokens = hidden[:, :QUICK_SLOTS], tokens[:, :QUICK_SLOTS]
+            hidden, tokens = hidden[:, :SLOTS], tokens[:, :SLOTS]
             there = tokens >= 0
             own = torch.zeros(tokens.shape, device=tokens.device)
             with torch.inference_mode():
@@ -56,12 +58,12 @@ class Trials:
                 means[index] = sums[owners == row].sum() / max(1, counts[owners == row].sum())
         return means
 
-    def _judges(self, reading: Reading):  # type: ignore[no-untyped-def]
+    def _judges(self, reading: Reading, excerpts: Excerpts) -> Iterator[tuple[list[int], Judge]]:
         lm_head = self.head(reading.dtype)
         drafter = read_as(self.drafter, reading)
         scorer = Scorer(drafter, lm_head, 1)
         embedding = drafter.embedding(self.embedding)
-        return judges(drafter, self.excerpts, embedding, scorer, self.config, lambda _: None)
+        return judges(drafter, excerpts, embedding, scorer, self.config, lambda _: None)
 
     def head(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self.heads:
@@ -80,7 +82,9 @@ def some_anchors(judge: Judge, most: int) -> tuple[NDArray[np.int64], NDArray[np
     return owners[rows], anchors[rows]
 
 
-def _chain_of(judge: Judge):  # type: ignore[no-untyped-def]
+def _chain_of(judge: Judge) -> Accept:
+    """The judge's first rule alone."""
+
     def accept(
         owners: NDArray[np.int64], anchors: NDArray[np.int64], needed: NDArray[np.bool_]
     ) -> NDArray[np.int64]:

@@ -85,6 +85,17 @@ class Scorer:
         self.pieces.run(len(hidden), work)
         return own.masked_fill(tokens < 0, -torch.inf)
 
+    def entropies(self, hidden: Tensor) -> Tensor:
+        """Entropy in nats of what each row predicts: hidden [rows, hidden] → [rows] float32."""
+        found = torch.empty(len(hidden), device=hidden.device)
+
+        def work(rows: slice) -> None:
+            logprobs = self._logits(hidden[rows]).log_softmax(-1)
+            found[rows] = -(logprobs.exp() * logprobs).sum(-1)
+
+        self.pieces.run(len(hidden), work)
+        return found
+
     def _drafted(self, tokens: Tensor) -> Tensor:
         """The target's token ids as rows of the head, -1 where it has none."""
         return tokens if self.draft_ids is None else self.draft_ids[tokens].masked_fill(tokens < 0, -1)
