@@ -76,6 +76,21 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
 
 
 @app.command()
+def diagnose(
+    config: ConfigPath,
+    drafter: Annotated[str, typer.Option(help="the name of one of the config's drafters")],
+    set_: Overrides = None,
+) -> None:
+    """Say why a drafter's τ is low: try one change at a time, look at its numbers and weights."""
+    settings = load_config(config, set_ or [])
+    from dflash_eval.diagnose import diagnose as run
+    from dflash_eval.diagnosis.report import print_diagnosis
+
+    print_diagnosis(run(settings, drafter, config), Console())
+    typer.echo(f"written: {settings.results_dir}/diagnosis.md, diagnosis.json", err=True)
+
+
+@app.command()
 def doctor(config: ConfigPath, set_: Overrides = None) -> None:
     """Say whether an extraction finds what it needs: software, kernels, GPU memory, disk; and who is in the way."""
     settings = _load(config, set_)

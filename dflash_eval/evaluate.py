@@ -53,8 +53,8 @@ def evaluate(config: Config) -> dict[str, Any]:
 def _evaluate(config: Config) -> dict[str, Any]:
     if not config.drafters:
         raise UserError("no drafters to evaluate: list them under drafters in the config")
-    ranks.from_first(lambda: _check_writable(config.results_dir))
-    cache = ranks.in_turn(lambda: _fitting_cache(config))
+    ranks.from_first(lambda: check_writable(config.results_dir))
+    cache = ranks.in_turn(lambda: fitting_cache(config))
     device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
     failures: Failures = {}
     drafters, weights = ranks.in_turn(lambda: _checked(config, cache.manifest, failures))
@@ -108,7 +108,8 @@ def _evaluate(config: Config) -> dict[str, Any]:
     return results
 
 
-def _fitting_cache(config: Config) -> Cache:
+def fitting_cache(config: Config) -> Cache:
+    """The config's cache, open. Raises UserError where it is not there, not whole, or of something else."""
     cache = Cache(config.cache_dir)
     _check_cache(cache, config)
     return cache
@@ -136,7 +137,8 @@ def _from_all_ranks(own: dict[str, Walked], samples: int, failures: Failures) ->
     return whole
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
+    """Make the folder. Raises UserError where nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -109,25 +109,28 @@ def symptoms(numbers: dict[str, Any], reference: dict[str, Any] | None) -> list[
     def early(what: str, of: dict[str, Any] = numbers) -> float:
         return float(np.mean(of[what][:EARLY]))
 
-    def theirs(text: str) -> str:
-        return f" (the reference: {text})" if reference else ""
-
     first, top, sure = numbers["top1"], f"top{TOP}", "confidence"
     last = min(EARLY, len(first)) - 1
+    theirs = dict.fromkeys(("slot 1", "fall"), "")
+    if reference:
+        their_first, their_last = reference["top1"][0], reference["top1"][min(last, len(reference["top1"]) - 1)]
+        theirs = {
+            "slot 1": f" (the reference: {their_first:.0%})",
+            "fall": f" (the reference: {their_first:.0%} to {their_last:.0%})",
+        }
     low = first[0] < 0.5 and (reference is None or first[0] < 0.75 * reference["top1"][0])
     fall = first[last] / max(first[0], 1e-9)
     if low:
         shape = "and the next slots hardly lower: " if fall > 0.5 else ": "
         found.append(
-            f"slot 1 is right in {first[0]:.0%} of blocks{theirs(f'{reference["top1"][0]:.0%}') if reference else ''}, "
+            f"slot 1 is right in {first[0]:.0%} of blocks{theirs['slot 1']}, "
             f"slot {last + 1} in {first[last]:.0%}; a low first slot {shape}the drafter does not get, or cannot use, "
             "the target's features (layers, positions, context, noise on the features). More training does not mend it"
         )
     elif fall < 0.35:
         found.append(
             f"accuracy falls steeply, from {first[0]:.0%} at slot 1 to {first[last]:.0%} at slot {last + 1}"
-            f"{theirs(f'{reference["top1"][0]:.0%} to {reference["top1"][last]:.0%}') if reference else ''}: "
-            "the conditioning works, training is weak (too few tokens or steps, other text, slot weights)"
+            f"{theirs['fall']}: the conditioning works, training is weak (too few tokens or steps, other text, slot weights)"
         )
     if early(sure) < 0.6 * early("top1") and early(top) > 1.4 * early("top1"):
         found.append(
@@ -156,7 +159,7 @@ def symptoms(numbers: dict[str, Any], reference: dict[str, Any] | None) -> list[
     if drop < 0.6 * min(1.0, aim):
         found.append(
             f"accuracy falls with the distance from the prompt, from {near:.0%} to {far:.0%} in the first {EARLY} slots"
-            f"{theirs(f'{aim:.0%} of its own is left') if reference else ''}: positions, a window, or training on short "
+            f"{f' (the reference keeps {aim:.0%})' if reference else ''}: positions, a window, or training on short "
             "sequences"
         )
     if numbers["repeats_anchor"] > numbers["text_repeats_anchor"] + 0.2:

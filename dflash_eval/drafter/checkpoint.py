@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,9 +55,21 @@ def read_config(spec: DrafterSpec) -> DrafterConfig:
     return config
 
 
-def load_drafter(spec: DrafterSpec, config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> DFlashDrafter:
-    """The drafter with its weights, for inference. Raises UserError naming the tensor that does not fit."""
+def load_drafter(
+    spec: DrafterSpec,
+    config: DrafterConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    missing_d2t: Literal["refuse", "first tokens"] = "refuse",
+) -> DFlashDrafter:
+    """The drafter with its weights, for inference. Raises UserError naming the tensor that does not fit.
+
+    missing_d2t: whether one that drafts from some tokens, without saying which, drafts from the target's first ones.
+    """
     fit = compare_weights(spec, config)
+    if missing_d2t == "first tokens" and "d2t" in fit.missing:
+        fit = replace(fit, missing=[name for name in fit.missing if name != "d2t"])
     check_fit(spec.checkpoint, config, fit)
     weights: dict[str, Tensor] = {}
     for name, tensor in read_tensors(fit.stored):
@@ -64,7 +77,9 @@ def load_drafter(spec: DrafterSpec, config: DrafterConfig, device: torch.device,
             _check_finite(fit.stored[name], tensor, dtype)
             tensor = tensor.to(dtype)
         weights[name] = tensor.to(device)
-    if config.draft_vocab_size is not None:
+    if config.draft_vocab_size is not None and not {"d2t", "t2d"} & weights.keys():
+        weights["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
+    elif config.draft_vocab_size is not None:
         weights["d2t"] = _offsets(spec, config, weights.get("d2t"), weights.pop("t2d", None)).to(device)
     fit.drafter.load_state_dict(weights, assign=True)
     fit.drafter.build_rotary(device)
