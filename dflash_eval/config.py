@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -162,8 +163,9 @@ class ExtractConfig(Section):
 
     layers: Literal["auto"] | Layers = "auto"
     """auto is the union over the drafters' target layers; else a list of layers, counted from 0."""
-    extra_layers: Layers = ()
-    """Kept beside `layers`, for drafters to come."""
+    extra_layers: Literal["neighbours"] | Layers = ()
+    """Kept beside `layers`, for drafters to come; neighbours are those one below and one above each of the others,
+    which `diagnose` tries."""
     target_stats: bool = True
     """Also keep argmax and log-probability of each completion token."""
     store: Literal["bfloat16", "float8"] | None = None
@@ -173,13 +175,14 @@ class ExtractConfig(Section):
     save_head: bool = True
     """Copy embedding, final norm and LM head, so that evaluate never needs the target."""
 
-    @field_validator("layers", mode="before")
+    @field_validator("layers", "extra_layers", mode="before")
     @classmethod
-    def _auto_or_list(cls, value: Any) -> Any:
+    def _word_or_list(cls, value: Any, info: ValidationInfo) -> Any:
+        word = "auto" if info.field_name == "layers" else "neighbours"
         listed = isinstance(value, list | tuple) and all(type(layer) is int and layer >= 0 for layer in value)
-        if listed or value == "auto":
+        if listed or value == word:
             return value
-        raise _problem(f'must be "auto" or a list of layer numbers from 0 up, not {_shown(value)}')
+        raise _problem(f'must be "{word}" or a list of layer numbers from 0 up, not {_shown(value)}')
 
 
 class DrafterOverrides(Section):
@@ -262,7 +265,7 @@ class Config(Section):
             raise _problem(
                 'is "auto", but there are no drafters; list the layers or add a drafter', "extract", "layers"
             )
-        if not self.extract.layers and not self.extract.extra_layers:
+        if not self.extract.layers and self.extract.extra_layers in ((), "neighbours"):
             raise _problem("must not be empty", "extract", "layers")
         return self
 

@@ -25,7 +25,7 @@ from dflash_eval.compatible import check_fits
 from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.diagnosis import counterfactuals as cf
 from dflash_eval.diagnosis.counterfactuals import Counterfactual, Untested
-from dflash_eval.diagnosis.excerpts import TOKENS, Excerpts
+from dflash_eval.diagnosis.excerpts import Excerpts
 from dflash_eval.diagnosis.reading import Reading
 from dflash_eval.diagnosis.report import markdown
 from dflash_eval.diagnosis.symptoms import fc_shares, slot_numbers, symptoms, weight_symptoms
@@ -41,6 +41,7 @@ from dflash_eval.inspection import weight_facts
 from dflash_eval.machine import device_name, pick_device, software
 from dflash_eval.progress import progress
 
+PROMPTS, TOKENS = 16, 64  # looked at, and of each completion
 LEAST_LOGPROB_GAIN = 0.05  # nats a token
 LEAST_TAU_GAIN = 0.02  # of τ
 LEAST_PROMPTS = 5  # fewer agree by chance too often
@@ -86,10 +87,10 @@ def diagnose(config: Config, name: str, config_path: Path) -> dict[str, Any]:
 
     ids = mine.config.target_layer_ids
     layers = sorted(set(cache.manifest.layers) & _reachable(ids, theirs, facts))
-    excerpts = Excerpts(cache, layers)
+    excerpts = Excerpts(cache, layers, PROMPTS, TOKENS)
     if not excerpts.samples:
         raise UserError(f"{cache.folder}: no completion of two tokens or more, nothing to diagnose from")
-    entries = _entries(mine, cache, excerpts, facts, lm_head, config_path, config)
+    entries = _entries(mine, cache, excerpts, facts, mine.drafter.embedding(embedding), lm_head, config_path, config)
     untested = [entry for entry in entries if isinstance(entry, Untested)]
     trials = Trials(mine.drafter, excerpts, embedding, lm_head, config.evaluate)
     tests = [entry for entry in entries if isinstance(entry, Counterfactual)]
@@ -157,6 +158,7 @@ def _entries(
     cache: Cache,
     excerpts: Excerpts,
     facts: TargetFacts,
+    embedding: Tensor,
     lm_head: Tensor,
     config_path: Path,
     config: Config,
@@ -174,7 +176,7 @@ def _entries(
     used = {token for sample in excerpts.samples for token in sample.input_ids}
     longest = max(map(len, excerpts.samples))
     entries += [*cf.slots(base), *cf.context(base), *cf.positions(base), *cf.rope(base, facts)]
-    entries += [*cf.windows(base, longest), *cf.masks(base, facts, used), cf.scales(base), cf.dtypes(base)]
+    entries += [*cf.windows(base, longest), *cf.masks(base, facts, used, embedding), cf.scales(base), cf.dtypes(base)]
     own = mine.drafter.lm_head.weight if mine.drafter.lm_head is not None else None
     entries += cf.draft_vocabulary(base, mine.drafter.d2t, own, lm_head)
     if not facts.described:

@@ -31,7 +31,7 @@ from dflash_eval.prompts import Prompt, has_chat_template, load_prompts, render_
 from dflash_eval.resume import resumable
 from dflash_eval.signals import Stop, stoppable
 from dflash_eval.states import plan_shards, write_states
-from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer, tokenizer_fingerprint
+from dflash_eval.target import Target, TargetFiles, layer_count, load_target, load_tokenizer, tokenizer_fingerprint
 
 COMPILING_PAYS = 1e17  # floating-point operations: some minutes of a large GPU
 
@@ -119,12 +119,16 @@ def _begin(
 
 def wanted_layers(config: Config) -> list[int]:
     """The layers to keep: those listed, or the union over the drafters', and `extra_layers`; sorted."""
-    layers = set(config.extract.extra_layers)
+    extra = config.extract.extra_layers
+    layers = set() if isinstance(extra, str) else set(extra)
     if isinstance(config.extract.layers, str):
         for drafter in config.drafters:
             layers.update(read_config(drafter).target_layer_ids)
     else:
         layers.update(config.extract.layers)
+    if extra == "neighbours":
+        there = range(layer_count(TargetFiles.find(config.target, weights=False), config.target))
+        layers |= {layer + shift for layer in layers for shift in (-1, 1) if layer + shift in there}
     return sorted(layers)
 
 

@@ -153,6 +153,13 @@ def skeleton(files: TargetFiles, config: TargetConfig) -> Any:
             return auto.from_config(described, trust_remote_code=config.trust_remote_code)
 
 
+def layer_count(files: TargetFiles, config: TargetConfig) -> int:
+    """How many decoder layers the target's config says it has; no weights are read."""
+    with load_errors(config):
+        layers: int = _model_class(files, config)[1].get_text_config().num_hidden_layers
+    return layers
+
+
 def _model_class(files: TargetFiles, config: TargetConfig) -> tuple[Any, Any]:
     """The transformers class that loads the target, and the target's config."""
     described = AutoConfig.from_pretrained(

@@ -20,6 +20,8 @@ from dflash_eval.diagnosis.target_facts import TargetFacts
 from dflash_eval.drafter.config import default_target_layer_ids
 
 ROPE_BASES = (1e4, 1e6, 1e7)
+MOST_MASKS = 24
+ALIKE = 0.05  # of its length, how far an embedding is from another's that does the same
 
 
 @dataclass(frozen=True)
@@ -184,16 +186,24 @@ def windows(base: Reading, longest: int) -> Iterator[Counterfactual]:
             yield _with(base, "window", f"{which} {words} inside the block", cause, look, causal=kinds)
 
 
-def masks(base: Reading, facts: TargetFacts, used: set[int], most: int = 40) -> list[Counterfactual]:
-    """Other mask tokens: the tokenizer's mask and padding tokens, and special tokens that the text does not use."""
-    found = []
+def masks(base: Reading, facts: TargetFacts, used: set[int], embedding: Tensor) -> list[Counterfactual]:
+    """Other mask tokens: the tokenizer's mask and padding tokens, and special tokens that the text does not use.
+
+    Tokens that no training has seen are often embedded alike, and are one mask then: of those, the first is tried.
+    """
+    found: list[Counterfactual] = []
+    tried = [embedding[base.config.mask_token_id].float()]
     for name, token in facts.special_tokens.items():
-        if token == base.config.mask_token_id or (token in used and not name.startswith("the tokenizer's")):
+        if token in used and not name.startswith("the tokenizer's"):
             continue
+        own = embedding[token].float()
+        if len(found) == MOST_MASKS or any(float((own - other).norm()) <= ALIKE * float(own.norm()) for other in tried):
+            continue
+        tried.append(own)
         cause = f"the mask token is wrong: the drafter was trained with {token} ({name}), not {base.config.mask_token_id}"
         look = f"mask_token_id in config.json, or overrides.mask_token_id: {token}"
         found.append(_with(base, "mask token", f"mask token {token} ({name})", cause, look, mask_token_id=token))
-    return found[:most]
+    return found
 
 
 def scales(base: Reading) -> Counterfactual:

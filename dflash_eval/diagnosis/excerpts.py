@@ -14,19 +14,17 @@ from torch.nn import functional as F
 from dflash_eval.cache import Cache, Sample
 from dflash_eval.diagnosis.reading import NORMED
 
-PROMPTS = 16
-TOKENS = 64  # of each completion
-AGREES = 0.9
+AGREES = 0.9  # of the tokens, where the normed last layer is what it should be
 
 
 class Excerpts(Cache):
     """`samples` are stretches: what comes before one counts as its prompt. States are read once, when it is made.
 
-    The stretches begin at the completions' starts, at their ends less TOKENS, and evenly between, so that what depends
+    They are `tokens` long at most, and begin at the completions' starts, as far before their ends, and between, so that what depends
     on the distance from the prompt is seen.
     """
 
-    def __init__(self, cache: Cache, layers: Sequence[int], prompts: int = PROMPTS, tokens: int = TOKENS) -> None:
+    def __init__(self, cache: Cache, layers: Sequence[int], prompts: int, tokens: int) -> None:
         self.folder, self.manifest = cache.folder, cache.manifest
         long_enough = [sample for sample in cache.samples if len(sample.completion_ids) > 1]
         step = max(1, len(long_enough) / prompts)
