@@ -7,19 +7,16 @@ change is accused when it makes the text more probable beyond the noise of all c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from dflash_eval.acceptance.statistics import bootstrap_interval, tau
+from dflash_eval.acceptance.statistics import tau
 from dflash_eval.cache import DTYPES, Cache, write_atomically
 from dflash_eval.compatible import check_fits
 from dflash_eval.config import Config, DrafterSpec
@@ -27,6 +24,7 @@ from dflash_eval.diagnosis import counterfactuals as cf
 from dflash_eval.diagnosis.counterfactuals import Counterfactual, Untested
 from dflash_eval.diagnosis.excerpts import Excerpts
 from dflash_eval.diagnosis.reading import Reading
+from dflash_eval.diagnosis.ranking import RULE, compare
 from dflash_eval.diagnosis.report import markdown
 from dflash_eval.diagnosis.symptoms import fc_shares, slot_numbers, symptoms, weight_symptoms
 from dflash_eval.diagnosis.target_facts import TargetFacts, target_facts
@@ -35,25 +33,12 @@ from dflash_eval.drafter.checkpoint import load_drafter, read_config
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.fit import compare_weights
 from dflash_eval.drafter.model import DFlashDrafter
-from dflash_eval.errors import RunError, UserError, reason
+from dflash_eval.errors import UserError
 from dflash_eval.evaluate import check_writable, fitting_cache
 from dflash_eval.inspection import weight_facts
 from dflash_eval.machine import device_name, pick_device, software
-from dflash_eval.progress import progress
 
 PROMPTS, TOKENS = 16, 64  # looked at, and of each completion
-LEAST_LOGPROB_GAIN = 0.05  # nats a token
-LEAST_TAU_GAIN = 0.02  # of τ
-LEAST_PROMPTS = 5  # fewer agree by chance too often
-CLEARLY_WORSE = 0.5  # nats a token: τ is then walked on the first SHORT tokens of each stretch
-SHORT = 24
-RULE = (
-    f"a change is accused when, over prompts, it makes the text more probable by {LEAST_LOGPROB_GAIN} nats a token or "
-    "more with an interval above 0 that holds for all comparisons at once (bootstrap over prompts, Bonferroni), and "
-    f"raises τ by {LEAST_TAU_GAIN:.0%} or more with a 95% interval above 0"
-)
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,7 @@ def diagnose(config: Config, name: str, config_path: Path) -> dict[str, Any]:
     untested = [entry for entry in entries if isinstance(entry, Untested)]
     trials = Trials(mine.drafter, excerpts, embedding, lm_head, config.evaluate)
     tests = [entry for entry in entries if isinstance(entry, Counterfactual)]
-    rows, base = _compare(trials, mine.base, tests, untested, config)
+    rows, base = compare(trials, mine.base, tests, untested, config)
 
     numbers = slot_numbers(mine.drafter, excerpts, embedding, lm_head, config.evaluate)
     others = slot_numbers(theirs.drafter, excerpts, embedding, lm_head, config.evaluate) if theirs else None
@@ -181,7 +166,9 @@ def _entries(
     entries += cf.draft_vocabulary(base, mine.drafter.d2t, own, lm_head)
     if not facts.described:
         why = "the target's config and tokenizer are not at hand"
-        entries.append(Untested("special tokens as mask token", why, f"put {config.target.model} where this machine finds it"))
+        entries.append(
+            Untested("special tokens as mask token", why, f"put {config.target.model} where this machine finds it")
+        )
     return entries + _of_other_text(config, config_path)
 
 
@@ -208,125 +195,6 @@ def _of_other_text(config: Config, config_path: Path) -> list[Counterfactual | U
 def _norm_weight(cache: Cache) -> Tensor | None:
     with safe_open(cache.folder / "head.safetensors", framework="pt") as file:
         return file.get_tensor("norm.weight") if "norm.weight" in file.keys() else None  # noqa: SIM118
-
-
-def _compare(
-    trials: Trials, base: Reading, tests: list[Counterfactual], untested: list[Untested], config: Config
-) -> tuple[list[dict[str, Any]], NDArray[np.float64]]:
-    """The rows of the table, best first, and the τ of each excerpt as configured. Tests that fail join `untested`."""
-    with progress("diagnose", 2 * (len(tests) + 2), "readings") as advance:
-
-        def each(function: Callable[[T], R], over: Iterable[T]) -> list[R]:
-            def work(item: T) -> R:
-                torch.set_num_threads(max(1, threads // workers))
-                done = function(item)
-                advance(1)
-                return done
-
-            with ThreadPoolExecutor(workers) as pool:
-                return list(pool.map(work, over))
-
-        threads = torch.get_num_threads()
-        workers = threads if trials.drafter.fc.weight.device.type == "cpu" else 1
-        try:
-            logprobs = trials.logprobs(base)
-            ranked = list(zip(tests, each(lambda test: _or_why(trials.logprobs, test.reading), tests), strict=True))
-            order, tried = _best_order(trials, base, logprobs, each)
-            if order is not None:
-                ranked.append(order)
-            for test, found in ranked:
-                if isinstance(found, str):
-                    untested.append(Untested(test.change, found))
-            good = [(test, found - logprobs) for test, found in ranked if not isinstance(found, str)]
-            whole, short = each(lambda tokens: trials.tau(base, tokens), [None, SHORT])
-
-            def walked(pair: tuple[Counterfactual, NDArray[np.float64]]) -> tuple[NDArray[np.float64], bool]:
-                test, gain = pair
-                brief = bool(np.nanmean(gain) < -CLEARLY_WORSE)
-                return trials.tau(test.reading, SHORT if brief else None), brief
-
-            walks = each(walked, good)
-        finally:
-            torch.set_num_threads(threads)
-    comparisons = len(good) + tried
-    rows = [
-        _row(test, gain, means, short if brief else whole, brief, comparisons, config)
-        for (test, gain), (means, brief) in zip(good, walks, strict=True)
-    ]
-    rows.sort(key=lambda row: (not row["accused"], -row["logprob_difference"]))
-    return rows, whole
-
-
-def _or_why(function: Callable[[Reading], NDArray[np.float64]], reading: Reading) -> NDArray[np.float64] | str:
-    try:
-        return function(reading)
-    except (UserError, RunError) as error:
-        return f"fails: {reason(error)}"
-
-
-def _best_order(
-    trials: Trials,
-    base: Reading,
-    logprobs: NDArray[np.float64],
-    each: Callable[..., list[Any]],
-) -> tuple[tuple[Counterfactual, NDArray[np.float64]] | None, int]:
-    """The order of the layers under which the text is most probable, found by exchanging two at a time as long as that
-    helps; and how many were tried beside it."""
-    best: tuple[Reading, NDArray[np.float64]] | None = None
-    reading, own, tried = base, logprobs, 0
-    for _ in range(len(base.config.target_layer_ids)):
-        candidates = [other for _, other in cf.orders(reading)]
-        found = each(trials.logprobs, candidates)
-        tried += len(candidates)
-        if not candidates:
-            return None, 0
-        top = max(range(len(found)), key=lambda i: np.nanmean(found[i]))
-        if best is not None and np.nanmean(found[top]) <= np.nanmean(own) + LEAST_LOGPROB_GAIN:
-            break
-        best = candidates[top], found[top]
-        if np.nanmean(found[top]) <= np.nanmean(own) + LEAST_LOGPROB_GAIN:
-            break
-        reading, own = best
-    assert best is not None
-    return (cf.ordered(base, best[0].config.target_layer_ids), best[1]), tried - 1
-
-
-def _row(
-    test: Counterfactual,
-    gain: NDArray[np.float64],
-    means: NDArray[np.float64],
-    base: NDArray[np.float64],
-    brief: bool,
-    comparisons: int,
-    config: Config,
-) -> dict[str, Any]:
-    draws, seed = max(10_000, 500 * comparisons), config.evaluate.seed
-    difference, own = means - base, float(np.nanmean(base))
-    raised = float(np.nanmean(difference))
-    interval = bootstrap_interval(difference, draws, seed)
-    together = bootstrap_interval(gain, draws, seed, 1 - 0.05 / comparisons)
-    return {
-        "kind": test.kind,
-        "change": test.change,
-        "tau": tau(means),
-        "tau_difference": raised,
-        "tau_difference_ci95": interval,
-        "logprob_difference": float(np.nanmean(gain)),
-        "logprob_difference_ci": together,
-        "first_tokens": SHORT if brief else None,
-        "prompts": len(means),
-        "accused": bool(
-            len(means) >= LEAST_PROMPTS
-            and together is not None
-            and together[0] > 0
-            and np.nanmean(gain) >= LEAST_LOGPROB_GAIN
-            and interval is not None
-            and interval[0] > 0
-            and raised >= LEAST_TAU_GAIN * own
-        ),
-        "cause": test.cause,
-        "look": test.look,
-    }
 
 
 def _verdict(row: dict[str, Any], base: float | None) -> str:

@@ -31,9 +31,7 @@ def tau_micro(acceptance_lengths: Sequence[Sequence[int]]) -> float | None:
     return sum(sum(lengths) for lengths in acceptance_lengths) / cycles if cycles else None
 
 
-def bootstrap_interval(
-    values: NDArray[np.float64], draws: int, seed: int, confidence: float = 0.95
-) -> Interval | None:
+def bootstrap_interval(values: NDArray[np.float64], draws: int, seed: int, confidence: float = 0.95) -> Interval | None:
     """Percentile interval of the mean of `values` [prompts] under resampling; None below two finite values."""
     return _interval(values[:, None], lambda means: means[:, 0], draws, seed, confidence)
 

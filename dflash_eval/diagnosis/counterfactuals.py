@@ -26,7 +26,7 @@ ALIKE = 0.05  # of its length, how far an embedding is from another's that does 
 
 @dataclass(frozen=True)
 class Counterfactual:
-    """One change: `kind` groups those of one sort, `change` names it, `cause` and `look` tell what it means if τ rises."""
+    """One change: `kind` groups those of one sort; `cause` and `look` tell what it means if τ rises."""
 
     kind: str
     change: str
@@ -88,7 +88,9 @@ def orders(base: Reading) -> list[tuple[tuple[int, ...], Reading]]:
 
 
 def ordered(base: Reading, order: tuple[int, ...]) -> Counterfactual:
-    cause = "the blocks of fc's input stand in another order than the layer ids: the features are concatenated otherwise"
+    cause = (
+        "the blocks of fc's input stand in another order than the layer ids: the features are concatenated otherwise"
+    )
     look = f"the order of target_layer_ids in config.json against the training's torch.cat, or overrides: {list(order)}"
     return _with(base, "order", f"layers in order {_listed(order)}", cause, look, target_layer_ids=order)
 
@@ -110,11 +112,11 @@ def normed_last(base: Reading, facts: TargetFacts) -> Counterfactual | None:
 def slots(base: Reading) -> Iterator[Counterfactual]:
     look = "how training lines up labels with slots (labels[:, i] against anchor + i), and sample_from_anchor"
     if base.config.predicts_anchor:
-        cause = "slot k predicts the token at k, not at k + 1: the checkpoint is said to draft from the anchor, and does not"
+        cause = "slot k predicts the token at k, not at k + 1: the checkpoint does not draft from the anchor"
         yield _with(base, "slots", "slot k read as predicting k", cause, look, predicts_anchor=False)
-    else:
-        cause = "slot k predicts the token at k + 1: the labels were shifted by one, as in a causal language model"
-        yield _with(base, "slots", "slot k read as predicting k+1", cause, look, predicts_anchor=True)
+        return
+    cause = "slot k predicts the token at k + 1: the labels were shifted by one, as in a causal language model"
+    yield _with(base, "slots", "slot k read as predicting k+1", cause, look, predicts_anchor=True)
     cause = "slot k predicts the token before the one it is read for: the labels were shifted by one the other way"
     yield Counterfactual("slots", "slot k read as predicting k-1", replace(base, slot_shift=1), cause, look)
 
@@ -133,7 +135,9 @@ def positions(base: Reading) -> Iterator[Counterfactual]:
     look = "the position_ids of block and context in training"
     for shift in (1, -1):
         cause = f"the block's positions were off by {shift:+d} against the context's in training"
-        yield Counterfactual("positions", f"block positions {shift:+d}", replace(base, position_shift=shift), cause, look)
+        yield Counterfactual(
+            "positions", f"block positions {shift:+d}", replace(base, position_shift=shift), cause, look
+        )
     cause = "every block's positions began at 0 in training, whatever stood before it"
     yield Counterfactual("positions", "block positions from 0", replace(base, restarted=True), cause, look)
 
@@ -179,7 +183,9 @@ def windows(base: Reading, longest: int) -> Iterator[Counterfactual]:
             cause = "the sliding window was smaller in training: half (a window that counts both sides, perhaps)"
             yield _with(base, "window", "half the window", cause, look, windows=halves)
     for causal, words in ((True, "causal"), (False, "not causal")):
-        kinds = tuple(causal if slides or not any(sliding) else kind for slides, kind in zip(sliding, config.causal, strict=True))
+        kinds = tuple(
+            causal if slides or not any(sliding) else kind for slides, kind in zip(sliding, config.causal, strict=True)
+        )
         if kinds != config.causal:
             which = "sliding layers" if any(sliding) else "layers"
             cause = f"the {which} were trained {words} inside the block, and are run the other way"
@@ -200,7 +206,9 @@ def masks(base: Reading, facts: TargetFacts, used: set[int], embedding: Tensor) 
         if len(found) == MOST_MASKS or any(float((own - other).norm()) <= ALIKE * float(own.norm()) for other in tried):
             continue
         tried.append(own)
-        cause = f"the mask token is wrong: the drafter was trained with {token} ({name}), not {base.config.mask_token_id}"
+        cause = (
+            f"the mask token is wrong: the drafter was trained with {token} ({name}), not {base.config.mask_token_id}"
+        )
         look = f"mask_token_id in config.json, or overrides.mask_token_id: {token}"
         found.append(_with(base, "mask token", f"mask token {token} ({name})", cause, look, mask_token_id=token))
     return found
@@ -260,7 +268,9 @@ def match_rows(rows: Tensor, head: Tensor, near: int = 8, least: float = 0.98) -
     own, all_ = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (rows, head))
     order = (all_ @ direction).sort()
     place = torch.searchsorted(order.values, own @ direction)
-    candidates = order.indices[(place[:, None] + torch.arange(-near, near, device=place.device)).clamp(0, len(all_) - 1)]
+    candidates = order.indices[
+        (place[:, None] + torch.arange(-near, near, device=place.device)).clamp(0, len(all_) - 1)
+    ]
     ids, cosines = [], []
     for part, vectors in zip(candidates.split(1024), own.split(1024), strict=True):
         cosine, best = torch.einsum("rch,rh->rc", all_[part], vectors).max(-1)

@@ -20,8 +20,8 @@ AGREES = 0.9  # of the tokens, where the normed last layer is what it should be
 class Excerpts(Cache):
     """`samples` are stretches: what comes before one counts as its prompt. States are read once, when it is made.
 
-    They are `tokens` long at most, and begin at the completions' starts, as far before their ends, and between, so that what depends
-    on the distance from the prompt is seen.
+    A stretch is `tokens` long at most. They begin at the completions' starts, as far before their ends, and between, so
+    that what depends on the distance from the prompt is seen.
     """
 
     def __init__(self, cache: Cache, layers: Sequence[int], prompts: int, tokens: int) -> None:

@@ -148,8 +148,8 @@ def symptoms(numbers: dict[str, Any], reference: dict[str, Any] | None) -> list[
     if early(sure) > early("top1") + 0.25:
         found.append(
             f"overconfident: {early(sure):.0%} of the probability on tokens that are right in {early('top1'):.0%} of "
-            f"the first {EARLY} slots: it was trained on text unlike this (chat template, thinking mode, domain, quantised "
-            "target), or too long on too little"
+            f"the first {EARLY} slots: it was trained on text unlike this (chat template, thinking mode, domain, "
+            "quantised target), or too long on too little"
         )
     near, far = (numbers["by_distance"][name]["top1"] for name in ("near", "far"))
     drop = 1.0 if not near or far is None else far / near
@@ -187,7 +187,9 @@ def weight_symptoms(shares: list[dict[str, Any]], facts: dict[str, Any], target_
         )
     idle = [str(share["layer"]) for share in shares if share["of_weights"] < 0.01 / len(shares)]
     if idle:
-        found.append(f"fc hardly reads layers {', '.join(idle)}: less than {0.01 / len(shares):.1%} of its squared norm")
+        found.append(
+            f"fc hardly reads layers {', '.join(idle)}: less than {0.01 / len(shares):.1%} of its squared norm"
+        )
     if facts["untrained_norms"]:
         names = ", ".join(facts["untrained_norms"][:3])
         found.append(f"norms that no training has touched: {names}: are they in the optimizer, is this the right file?")

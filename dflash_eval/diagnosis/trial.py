@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def some_anchors(judge: Judge, most: int) -> tuple[NDArray[np.int64], NDArray[np
     """Up to `most` anchors of each of the judge's samples, evenly spaced: (owners, anchors), by owner."""
     owners, anchors, first = judge.every_anchor()
     chosen = []
-    for start, end in zip(first[:-1], first[1:], strict=True):
+    for start, end in pairwise(first):
         if end > start:
             chosen.append(np.unique(np.linspace(start, end - 1, min(most, end - start)).astype(np.int64)))
     rows = np.concatenate(chosen)
@@ -85,9 +86,7 @@ def some_anchors(judge: Judge, most: int) -> tuple[NDArray[np.int64], NDArray[np
 def _chain_of(judge: Judge) -> Accept:
     """The judge's first rule alone."""
 
-    def accept(
-        owners: NDArray[np.int64], anchors: NDArray[np.int64], needed: NDArray[np.bool_]
-    ) -> NDArray[np.int64]:
+    def accept(owners: NDArray[np.int64], anchors: NDArray[np.int64], needed: NDArray[np.bool_]) -> NDArray[np.int64]:
         rules = np.zeros((len(anchors), judge.rules), dtype=np.bool_)
         rules[:, :1] = needed
         return judge.accepted(owners, anchors, rules)[:, :1]

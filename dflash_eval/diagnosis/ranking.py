@@ -1,0 +1,152 @@
+"""Every counterfactual against the drafter as configured: the rule by which one is accused, and the ranked rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dflash_eval.acceptance.statistics import bootstrap_interval, tau
+from dflash_eval.config import Config
+from dflash_eval.diagnosis.counterfactuals import Counterfactual, Untested, ordered, orders
+from dflash_eval.diagnosis.reading import Reading
+from dflash_eval.diagnosis.trial import Trials
+from dflash_eval.errors import RunError, UserError, reason
+from dflash_eval.progress import progress
+
+LEAST_LOGPROB_GAIN = 0.05  # nats a token
+LEAST_TAU_GAIN = 0.02  # of τ
+LEAST_PROMPTS = 5  # fewer agree by chance too often
+CLEARLY_WORSE = 0.5  # nats a token: τ is then walked on the first SHORT tokens of each stretch
+SHORT = 24
+RULE = (
+    f"a change is accused when, over prompts, it makes the text more probable by {LEAST_LOGPROB_GAIN} nats a token or "
+    "more with an interval above 0 that holds for all comparisons at once (bootstrap over prompts, Bonferroni), and "
+    f"raises τ by {LEAST_TAU_GAIN:.0%} or more with a 95% interval above 0"
+)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def compare(
+    trials: Trials, base: Reading, tests: list[Counterfactual], untested: list[Untested], config: Config
+) -> tuple[list[dict[str, Any]], NDArray[np.float64]]:
+    """The rows of the table, best first, and the τ of each excerpt as configured. Tests that fail join `untested`."""
+    with progress("diagnose", 2 * (len(tests) + 2), "readings") as advance:
+
+        def each(function: Callable[[T], R], over: Iterable[T]) -> list[R]:
+            def work(item: T) -> R:
+                torch.set_num_threads(max(1, threads // workers))
+                done = function(item)
+                advance(1)
+                return done
+
+            with ThreadPoolExecutor(workers) as pool:
+                return list(pool.map(work, over))
+
+        threads = torch.get_num_threads()
+        workers = threads if trials.drafter.fc.weight.device.type == "cpu" else 1
+        try:
+            logprobs = trials.logprobs(base)
+            ranked = list(zip(tests, each(lambda test: _or_why(trials.logprobs, test.reading), tests), strict=True))
+            order, tried = _best_order(trials, base, logprobs, each)
+            if order is not None:
+                ranked.append(order)
+            for test, found in ranked:
+                if isinstance(found, str):
+                    untested.append(Untested(test.change, found))
+            good = [(test, found - logprobs) for test, found in ranked if not isinstance(found, str)]
+            whole, short = each(lambda tokens: trials.tau(base, tokens), [None, SHORT])
+
+            brief = [bool(np.nanmean(gain) < -CLEARLY_WORSE) for _, gain in good]
+            walks = each(
+                lambda i: _or_why(lambda reading: trials.tau(reading, SHORT if brief[i] else None), good[i][0].reading),
+                range(len(good)),
+            )
+        finally:
+            torch.set_num_threads(threads)
+    comparisons = len(good) + tried
+    rows = []
+    for (test, gain), means, shortened in zip(good, walks, brief, strict=True):
+        if isinstance(means, str):
+            untested.append(Untested(test.change, means))
+        else:
+            rows.append(_row(test, gain, means, short if shortened else whole, shortened, comparisons, config))
+    rows.sort(key=lambda row: (not row["accused"], -row["logprob_difference"]))
+    return rows, whole
+
+
+def _or_why(function: Callable[[Reading], NDArray[np.float64]], reading: Reading) -> NDArray[np.float64] | str:
+    try:
+        return function(reading)
+    except (UserError, RunError) as error:
+        return f"fails: {reason(error)}"
+
+
+def _best_order(
+    trials: Trials,
+    base: Reading,
+    logprobs: NDArray[np.float64],
+    each: Callable[..., list[Any]],
+) -> tuple[tuple[Counterfactual, NDArray[np.float64]] | None, int]:
+    """The order of the layers under which the text is most probable, found by exchanging two at a time as long as that
+    helps; and how many were tried beside it."""
+    best: tuple[Reading, NDArray[np.float64]] | None = None
+    reading, own, tried = base, logprobs, 0
+    for _ in range(len(base.config.target_layer_ids)):
+        candidates = [other for _, other in orders(reading)]
+        found = each(trials.logprobs, candidates)
+        tried += len(candidates)
+        if not candidates:
+            return None, 0
+        top = max(range(len(found)), key=lambda i: np.nanmean(found[i]))
+        if best is not None and np.nanmean(found[top]) <= np.nanmean(own) + LEAST_LOGPROB_GAIN:
+            break
+        best = candidates[top], found[top]
+        if np.nanmean(found[top]) <= np.nanmean(own) + LEAST_LOGPROB_GAIN:
+            break
+        reading, own = best
+    assert best is not None
+    return (ordered(base, best[0].config.target_layer_ids), best[1]), tried - 1
+
+
+def _row(
+    test: Counterfactual,
+    gain: NDArray[np.float64],
+    means: NDArray[np.float64],
+    base: NDArray[np.float64],
+    brief: bool,
+    comparisons: int,
+    config: Config,
+) -> dict[str, Any]:
+    draws, seed = max(10_000, 500 * comparisons), config.evaluate.seed
+    difference, own = means - base, float(np.nanmean(base))
+    raised = float(np.nanmean(difference))
+    interval = bootstrap_interval(difference, draws, seed)
+    together = bootstrap_interval(gain, draws, seed, 1 - 0.05 / comparisons)
+    return {
+        "kind": test.kind,
+        "change": test.change,
+        "tau": tau(means),
+        "tau_difference": raised,
+        "tau_difference_ci95": interval,
+        "logprob_difference": float(np.nanmean(gain)),
+        "logprob_difference_ci": together,
+        "first_tokens": SHORT if brief else None,
+        "prompts": len(means),
+        "accused": bool(
+            len(means) >= LEAST_PROMPTS
+            and together is not None
+            and together[0] > 0
+            and np.nanmean(gain) >= LEAST_LOGPROB_GAIN
+            and interval is not None
+            and interval[0] > 0
+            and raised >= LEAST_TAU_GAIN * own
+        ),
+        "cause": test.cause,
+        "look": test.look,
+    }
