@@ -165,14 +165,12 @@ def write_completions(folder: Path, samples: Sequence[Sample]) -> None:
         part.unlink()
 
 
-def collect_completions(folder: Path) -> list[Sample]:
+def collect_completions(folder: Path) -> None:
     """What an earlier run's ranks have finished, all in completions.jsonl from now on."""
     parts = sorted(folder.glob(".completions-*.jsonl"))
-    samples = read_completions(folder)
     if parts:
-        samples += [sample for part in parts for sample in read_completions(folder, part.name)]
-        write_completions(folder, samples)
-    return samples
+        ranks = [sample for part in parts for sample in read_completions(folder, part.name)]
+        write_completions(folder, read_completions(folder) + ranks)
 
 
 def _line(sample: Sample) -> str:

@@ -13,15 +13,87 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from dflash_eval import ranks
 from dflash_eval.batches import plan_batches
-from dflash_eval.cache import Sample
-from dflash_eval.config import CompletionsConfig
+from dflash_eval.cache import Sample, append_completions, read_completions, write_completions
+from dflash_eval.config import CompletionsConfig, Config
 from dflash_eval.errors import UserError
 from dflash_eval.machine import Pieces
 from dflash_eval.progress import progress
-from dflash_eval.prompts import RenderedPrompt
+from dflash_eval.prompts import Prompt, RenderedPrompt, render_turn, stop_token_ids
 from dflash_eval.target import Target
 
 COMPILING_PAYS = 4096  # decoding steps, of some 20 ms less each
+
+
+def complete(
+    folder: Path,
+    config: Config,
+    target: Target,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    say: Callable[[str], None],
+) -> list[Sample]:
+    """The completions in the prompts' order; those that an earlier run finished are not made again.
+
+    Conversations are answered turn by turn, the same turn of all in batches, which are dealt over the ranks.
+    """
+    wanted = [sample_id for prompt in prompts for sample_id in prompt.sample_ids]
+
+    def earlier() -> list[Sample]:
+        done = read_completions(folder)
+        if not set(wanted) <= {sample.id for sample in done}:
+            write_completions(folder, done)  # drops a line that a killed run left unfinished
+        return done
+
+    done = ranks.from_first(earlier)
+    if set(wanted) <= {sample.id for sample in done}:
+        return _in_order(done, wanted)
+    stop_ids = stop_token_ids(tokenizer, target.model.generation_config)
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        answers = {sample.id: sample.text for sample in done}
+        rows = [
+            render_turn(tokenizer, prompt, config.prompts, [answers[i] for i in prompt.sample_ids[:turn]])
+            for prompt in prompts
+            if turn < len(prompt.turns)
+        ]
+        if config.completions.source == "file":
+            assert config.completions.file is not None
+            limit = config.completions.max_new_tokens
+            made = read_file(config.completions.file, tokenizer, rows, limit, target.vocab_size)
+            _check_positions(target, made, 0)
+            done += made
+            continue
+        _check_positions(target, rows, config.completions.max_new_tokens)
+        for batch in generate(
+            target, tokenizer, rows, config.completions, stop_ids, config.extract.max_batch_tokens, done
+        ):
+            append_completions(folder, batch, ranks.rank())
+            done += batch
+        done = list({sample.id: sample for own in ranks.gather(done) for sample in own}.values())
+    samples = _in_order(done, wanted)
+    if ranks.rank() == 0:
+        write_completions(folder, samples)
+    if config.completions.source == "generate":
+        stopped = sum(sample.finish_reason == "stop" for sample in samples)
+        say(f"{stopped} of {len(samples)} completions ended by a stop token")
+    return samples
+
+
+def _in_order(done: Sequence[Sample], wanted: Sequence[str]) -> list[Sample]:
+    by_id = {
+        sample.id: sample for sample in done
+    }  # a batch that a killed run left in part stands twice: the last counts
+    return [by_id[sample_id] for sample_id in wanted]
+
+
+def _check_positions(target: Target, rows: Sequence[RenderedPrompt] | Sequence[Sample], new_tokens: int) -> None:
+    room = target.max_positions
+    for row in rows:
+        length = (len(row) if isinstance(row, Sample) else len(row.ids)) + new_tokens
+        if room is not None and length > room:
+            raise UserError(
+                f"prompt {row.id!r} leaves no room: it needs {length} positions with its completion, "
+                f"the target has {room}\nshorten the prompt or lower completions.max_new_tokens"
+            )
 
 
 def generate(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,10 +14,10 @@ from dflash_eval import cache as cachefile
 from dflash_eval.config import Config
 from dflash_eval.errors import UserError
 from dflash_eval.extract import wanted_layers
-from dflash_eval.gpu_memory import gib, gpu_problem, gpu_processes, needed_bytes, of_what
+from dflash_eval.gpu_memory import gib, gpu_problem, gpu_processes, needed_bytes, nvidia_smi, of_what
 from dflash_eval.machine import device_name, pick_device, rank_devices, software
 from dflash_eval.prompts import load_prompts, render_turn
-from dflash_eval.server import is_local
+from dflash_eval.server import is_local, shown_url
 from dflash_eval.target import TargetFiles, fallbacks, kernels_of, load_tokenizer, pip_packages, skeleton
 
 Say = Callable[[str], None]
@@ -41,23 +40,25 @@ def doctor(config: Config, say: Say) -> int:
     _say_kernels(model, config, check)
     device, problem = _device(config)
     if problem is None and device.type == "cuda":
-        need = needed_bytes(model, config, layers)
+        need = needed_bytes(model, files, config, layers)
         where = rank_devices() if config.target.device_map else [device]
         free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in where)
-        check(f"GPU memory: {gib(sum(need))} needed ({of_what(need)}), {gib(free)} free", gpu_problem(config, need))
+        problem = gpu_problem(config, need)
+        check(f"GPU memory: {gib(sum(need))} needed ({of_what(need)}), {gib(free)} free", problem)
     else:
         check(f"target.device {config.target.device}: {device_name(device)}", problem)
     found = gpu_processes()
     say("· nvidia-smi is not here: which processes hold GPU memory cannot be told" if found is None else
         "· GPU memory is held by: " + (", ".join(process.holds() for process in found) or "nobody"))  # fmt: skip
+    server = config.completions.server
     if config.completions.source == "server":
-        url = config.completions.server.base_url
-        answers = server_answers(url)
-        on_gpu = answers and device.type == "cuda" and bool(found)
+        answers = server_answers(server.base_url)
+        beside = answers and is_local(server) and device.type == "cuda"
         check(
-            f"server {url}: {'answers' if answers else 'does not answer'}",
-            "it runs on the GPUs that hold the target: fetch the completions, stop it, extract, start it again"
-            if on_gpu and is_local(config.completions.server)
+            f"server {shown_url(server)}: {'answers' if answers else 'does not answer'}"
+            + (", and leaves the target room enough" if beside and not problem else ""),
+            "it still runs on the GPUs that the target needs: fetch the completions, stop it, extract, start it again"
+            if beside and problem
             else None,
         )
     _say_disk(model, config, layers, files, check)
@@ -77,12 +78,8 @@ def server_answers(url: str) -> bool:
 
 
 def _say_gpus(check: Callable[..., None]) -> None:
-    driver = "not found"
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        pass
+    out = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    driver = "not found" if out is None else out.split("\n")[0]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     check(
         f"CUDA {torch.version.cuda or '(torch is built without)'}, driver {driver}, GPUs: {', '.join(gpus) or 'none'}"

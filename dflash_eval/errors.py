@@ -15,3 +15,8 @@ class Stopped(Exception):
     def __init__(self, signal: int) -> None:
         super().__init__("stopped; run the same command to resume")
         self.signal = signal
+
+
+def reason(error: BaseException) -> str:
+    """The first line that the error says; its kind where it says nothing."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

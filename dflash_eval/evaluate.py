@@ -26,7 +26,7 @@ from dflash_eval.compatible import check_fits
 from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import check_weights, load_drafter, read_config
 from dflash_eval.drafter.config import DrafterConfig
-from dflash_eval.errors import RunError, UserError
+from dflash_eval.errors import RunError, UserError, reason
 from dflash_eval.judge import walk_samples
 from dflash_eval.machine import device_name, free_bytes, out_of_memory, pick_device, software
 from dflash_eval.progress import bars, say
@@ -233,7 +233,7 @@ def _side_by_side(
                 except (MemoryError, RuntimeError) as error:
                     if not out_of_memory(error):
                         raise
-                    named = RunError(f"{spec.name} ({spec.checkpoint}): out of memory; {str(error).splitlines()[0]}")
+                    named = RunError(f"{spec.name} ({spec.checkpoint}): out of memory; {reason(error)}")
                     _fail(spec, named, failures, failed_before + len(drafters))
         finally:
             stop.set()

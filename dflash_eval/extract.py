@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_eval import cache as cachefile
-from dflash_eval import completions, ranks
+from dflash_eval import ranks
 from dflash_eval.cache import Manifest, Sample, Shard
+from dflash_eval.completions import complete
 from dflash_eval.config import Config
 from dflash_eval.drafter.checkpoint import read_config
 from dflash_eval.errors import Stopped, UserError
@@ -26,7 +27,8 @@ from dflash_eval.gpu_memory import check_gpu_memory
 from dflash_eval.lock import lock
 from dflash_eval.machine import device_name, software
 from dflash_eval.progress import progress
-from dflash_eval.prompts import Prompt, RenderedPrompt, has_chat_template, load_prompts, render_turn, stop_token_ids
+from dflash_eval.prompts import Prompt, has_chat_template, load_prompts, render_turn
+from dflash_eval.resume import resumable
 from dflash_eval.signals import Stop, stoppable
 from dflash_eval.states import plan_shards, write_states
 from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer, tokenizer_fingerprint
@@ -52,12 +54,14 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         if begun is not None and begun.complete:
             return folder
         if config.completions.source == "server":  # before the target is loaded: the server may hold the GPUs
-            ranks.from_first(lambda: _fetch(folder, config, tokenizer, files, prompts, say))
+            from dflash_eval.fetching import fetch_missing
+
+            ranks.from_first(lambda: fetch_missing(folder, config, tokenizer, files, prompts, say))
         check_gpu_memory(config, files, layers)
         target = load_target(files, config.target)
         say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
         manifest = ranks.from_first(lambda: begun or _new_manifest(folder, config, settings, layers, target))
-        samples = _completions(folder, config, target, tokenizer, prompts, say)
+        samples = complete(folder, config, target, tokenizer, prompts, say)
         manifest.shards = ranks.from_first(lambda: _whole_shards(folder, manifest, samples, target))
         _states(folder, manifest, samples, target, stop, say)
         if ranks.rank() == 0:
@@ -94,14 +98,6 @@ def _asked(config: Config, say: Callable[[str], None]) -> Asked:
     return layers, files, tokenizer, prompts, settings
 
 
-def _fetch(
-    folder: Path, config: Config, tokenizer: Any, files: TargetFiles, prompts: list[Prompt], say: Callable[[str], None]
-) -> None:
-    from dflash_eval.fetching import fetch_missing
-
-    fetch_missing(folder, config, tokenizer, files, prompts, say)
-
-
 def _begin(
     folder: Path,
     settings: dict[str, Any],
@@ -113,7 +109,7 @@ def _begin(
     """Take the cache for this run; the manifest to go on from, or None. One that is complete is verified."""
     stack.enter_context(lock(folder, say))
     cachefile.collect_completions(folder)
-    manifest = _existing(folder, settings, layers, force, say)
+    manifest = resumable(folder, settings, layers, force, say)
     if manifest is not None and manifest.complete:
         for shard in manifest.shards:
             cachefile.check_shard(folder, shard)
@@ -130,69 +126,6 @@ def wanted_layers(config: Config) -> list[int]:
     else:
         layers.update(config.extract.layers)
     return sorted(layers)
-
-
-def _existing(
-    folder: Path, settings: dict[str, Any], layers: Sequence[int], force: bool, say: Callable[[str], None]
-) -> Manifest | None:
-    """The manifest to go on from, or None to begin anew; with `force`, what does not fit is removed."""
-    try:
-        manifest = cachefile.read_manifest(folder)
-    except UserError:
-        if not force:
-            raise
-        manifest = None
-    if manifest is None:
-        if force or not any(folder.glob("states-*.h5")):
-            cachefile.delete_states(folder)
-            _keep_fetched(folder, settings, force, say)
-            return None
-        raise UserError(f"{folder}: shards without a manifest; remove the folder, or overwrite it with --force")
-    if not manifest.shards and not cachefile.read_completions(folder):  # a run that failed before it had made anything
-        cachefile.delete_states(folder)
-        return None
-    different = cachefile.differences(manifest.settings, settings)
-    missing = [layer for layer in layers if layer not in manifest.layers]
-    if not different and not missing and not force:
-        return manifest
-    if not force and different:
-        raise UserError(
-            f"{folder} is the cache of something else: {different[0]}"
-            + (f" (and {len(different) - 1} more)" if len(different) > 1 else "")
-            + "\ngive the config another name, or overwrite the cache with --force"
-        )
-    if not force:
-        raise UserError(
-            f"{folder} has layers {_join(manifest.layers)}, not {_join(missing)}\n"
-            "the same command with --force adds them (the completions are kept)"
-        )
-    cachefile.delete_states(folder)
-    if different:
-        cachefile.delete_completions(folder)
-    else:
-        say(f"{folder}: completions kept, states extracted anew")
-    return None
-
-
-def _keep_fetched(folder: Path, settings: dict[str, Any], force: bool, say: Callable[[str], None]) -> None:
-    """Completions without a manifest: those that were fetched for this config stay, others go (with `force`)."""
-    record = cachefile.read_completions_record(folder)
-    if record is not None:
-        known = record["settings"]
-        wanted = {
-            section: {key: settings[section].get(key) for key in keys}
-            for section, keys in known.items()
-            if section in settings
-        }
-        different = cachefile.differences(known, wanted)
-        if not different:
-            return
-        if not force:
-            raise UserError(
-                f"{folder} holds the completions of something else: {different[0]}\n"
-                "give the config another name, or overwrite them with --force"
-            )
-    cachefile.delete_completions(folder)
 
 
 def _new_manifest(
@@ -225,79 +158,6 @@ def _new_manifest(
     )
     cachefile.write_manifest(folder, manifest)
     return manifest
-
-
-def _completions(
-    folder: Path,
-    config: Config,
-    target: Target,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    say: Callable[[str], None],
-) -> list[Sample]:
-    """The completions in the prompts' order; those that an earlier run finished are not made again.
-
-    Conversations are answered turn by turn, the same turn of all in batches, which are dealt over the ranks.
-    """
-
-    wanted = [sample_id for prompt in prompts for sample_id in prompt.sample_ids]
-
-    def earlier() -> list[Sample]:
-        done = cachefile.read_completions(folder)
-        if not set(wanted) <= {sample.id for sample in done}:
-            cachefile.write_completions(folder, done)  # drops a line that a killed run left unfinished
-        return done
-
-    done = ranks.from_first(earlier)
-    if set(wanted) <= {sample.id for sample in done}:
-        return _in_order(done, wanted)
-    stop_ids = stop_token_ids(tokenizer, target.model.generation_config)
-    for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        answers = {sample.id: sample.text for sample in done}
-        rows = [
-            render_turn(tokenizer, prompt, config.prompts, [answers[i] for i in prompt.sample_ids[:turn]])
-            for prompt in prompts
-            if turn < len(prompt.turns)
-        ]
-        if config.completions.source == "file":
-            assert config.completions.file is not None
-            limit = config.completions.max_new_tokens
-            made = completions.read_file(config.completions.file, tokenizer, rows, limit, target.vocab_size)
-            _check_positions(target, made, 0)
-            done += made
-            continue
-        _check_positions(target, rows, config.completions.max_new_tokens)
-        for batch in completions.generate(
-            target, tokenizer, rows, config.completions, stop_ids, config.extract.max_batch_tokens, done
-        ):
-            cachefile.append_completions(folder, batch, ranks.rank())
-            done += batch
-        done = list({sample.id: sample for own in ranks.gather(done) for sample in own}.values())
-    samples = _in_order(done, wanted)
-    if ranks.rank() == 0:
-        cachefile.write_completions(folder, samples)
-    if config.completions.source == "generate":
-        stopped = sum(sample.finish_reason == "stop" for sample in samples)
-        say(f"{stopped} of {len(samples)} completions ended by a stop token")
-    return samples
-
-
-def _in_order(done: Sequence[Sample], wanted: Sequence[str]) -> list[Sample]:
-    by_id = {
-        sample.id: sample for sample in done
-    }  # a batch that a killed run left in part stands twice: the last counts
-    return [by_id[sample_id] for sample_id in wanted]
-
-
-def _check_positions(target: Target, rows: Sequence[RenderedPrompt] | Sequence[Sample], new_tokens: int) -> None:
-    room = target.max_positions
-    for row in rows:
-        length = (len(row) if isinstance(row, Sample) else len(row.ids)) + new_tokens
-        if room is not None and length > room:
-            raise UserError(
-                f"prompt {row.id!r} leaves no room: it needs {length} positions with its completion, "
-                f"the target has {room}\nshorten the prompt or lower completions.max_new_tokens"
-            )
 
 
 def _whole_shards(folder: Path, manifest: Manifest, samples: Sequence[Sample], target: Target) -> list[Shard]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
 from dflash_eval.cache import DTYPES, Sample, to_float8
 from dflash_eval.machine import out_of_memory
-from dflash_eval.target import Target
+from dflash_eval.target import Target, shield_kernels
 
 HEAD_ROWS = 512  # completion positions whose logits are there at once
 GRAPHS = 64  # compiled variants of a decoder layer: its kinds times the shapes that it meets
@@ -53,7 +53,8 @@ def forward(
 
     output = run_body(target, ids, layers, keep, whole=sampling is not None)
     if sampling is not None:
-        columns.update(_token_stats(target, output, ids, batch, sampling))
+        stats = _token_stats(target, output, ids, batch, sampling)
+        columns.update({name: rows[at[target.device]] if padded else rows for name, rows in stats.items()})
     return columns
 
 
@@ -127,6 +128,7 @@ def _answering(module: nn.Module, output: Any) -> Iterator[None]:
 def _token_stats(
     target: Target, output: Any, ids: Tensor, batch: Sequence[Sample], sampling: Sampling
 ) -> dict[str, Tensor]:
+    """`argmax` and `logprob` of every position of the flattened batch, padding too."""
     width, device = ids.shape[1], ids.device
     starts = [len(sample.prompt_ids) - 1 for sample in batch]  # positions P - 1 ... N - 2 speak of completion tokens
     ends = [len(sample) - 1 for sample in batch]
@@ -139,8 +141,7 @@ def _token_stats(
         at = positions[done : done + len(logits)]
         argmax[at], logprob[at] = (x.to(device) for x in token_stats(logits, ids.flatten()[at + 1], sampling))
         done += len(logits)
-    real = _to(torch.cat([torch.arange(len(sample)) + row * width for row, sample in enumerate(batch)]), device)
-    return {"argmax": argmax[real], "logprob": logprob[real]}
+    return {"argmax": argmax, "logprob": logprob}
 
 
 def token_stats(logits: Tensor, tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -160,6 +161,7 @@ def compile_layers(target: Target, warm_up: Callable[[], object], say: Callable[
     if any(hasattr(layer, "_hf_hook") for layer in target.layers):
         return 0.0  # spread over GPUs by accelerate, whose hooks do not compile
     start = time.perf_counter()
+    shield_kernels(target.model)
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     for layer in target.layers:
         layer.forward = torch.compile(layer.forward)  # not the layer: the hooks stay outside

@@ -36,16 +36,18 @@ def check_gpu_memory(config: Config, files: TargetFiles, layers: Sequence[int]) 
     device = pick_device(config.target.device)
     if device.type != "cuda" or files.gguf:
         return
-    problem = gpu_problem(config, needed_bytes(skeleton(files, config.target), config, layers))
+    problem = gpu_problem(config, needed_bytes(skeleton(files, config.target), files, config, layers))
     if problem:
         raise UserError(f"{config.target.model}: {problem}")
 
 
-def needed_bytes(model: Any, config: Config, layers: Sequence[int]) -> tuple[int, int]:
+def needed_bytes(model: Any, files: TargetFiles, config: Config, layers: Sequence[int]) -> tuple[int, int]:
     """Bytes of the target's weights and of a batch's activations, estimated. model: on the meta device."""
     text = model.config.get_text_config()
     itemsize = DTYPES[config.target.dtype].itemsize
     weights = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    if getattr(model.config, "quantization_config", None):
+        weights = sum(file.stat().st_size for file in files.folder.glob("*.safetensors"))
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     token = (8 + len(layers)) * text.hidden_size + 3 * inner
     head = HEAD_ROWS * text.vocab_size * 12 if config.extract.target_stats else 0
@@ -73,16 +75,14 @@ def gpu_problem(config: Config, need: tuple[int, int]) -> str | None:
     elif config.completions.source == "server" and is_local(server):
         mend = f"stop the server at {shown_url(server)} now, extract, start it again; the completions are kept"
     else:
-        mend = "free some"
+        mend = "free some, or lower extract.max_batch_tokens"
     return f"{said}\n{mend}"
 
 
 def gpu_processes() -> list[GpuProcess] | None:
     """Who holds GPU memory, by falling share; None where nvidia-smi is not there or does not answer."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        out = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+    out = nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
+    if out is None:
         return None
     found = []
     for line in out.splitlines():
@@ -91,6 +91,14 @@ def gpu_processes() -> list[GpuProcess] | None:
             mebibytes = int(fields[-1]) if fields[-1].isdigit() else 0  # "[N/A]" in some containers
             found.append(GpuProcess(int(fields[0]), ",".join(fields[1:-1]), mebibytes * 2**20))
     return sorted(found, key=lambda process: -process.bytes)
+
+
+def nvidia_smi(*query: str) -> str | None:
+    """What it prints; None where it is not there or does not answer."""
+    try:
+        return subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def of_what(need: tuple[int, int]) -> str:

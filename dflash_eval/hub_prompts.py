@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, reason
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LIVECODEBENCH = """\
@@ -128,5 +128,4 @@ def _load(source: str, name: str, config: str | None, split: str | None) -> Any:
 
 
 def _cannot(source: str, error: Exception) -> str:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return f"prompts.source {source}: the data set cannot be loaded: {reason}"
+    return f"prompts.source {source}: the data set cannot be loaded: {reason(error)}"

@@ -17,7 +17,7 @@ from dflash_eval.acceptance.sampling import Sampling
 from dflash_eval.cache import DTYPES, Cache, Manifest, Sample, ShardWriter
 from dflash_eval.config import Config
 from dflash_eval.errors import UserError
-from dflash_eval.forward import token_stats
+from dflash_eval.forward import HEAD_ROWS, token_stats
 from dflash_eval.heads import Head, read_head
 from dflash_eval.lock import lock
 from dflash_eval.machine import pick_device, software
@@ -25,7 +25,6 @@ from dflash_eval.progress import progress
 from dflash_eval.prompts import RenderedPrompt, load_prompts, render_turn
 from dflash_eval.saved_states import Entry, Saved, list_entries, read_saved
 
-HEAD_ROWS = 512  # positions whose logits are made at once
 DOUBTFUL = 0.5  # greedy agreement below which tokens and states hardly belong together
 
 

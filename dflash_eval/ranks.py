@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from dflash_eval.errors import RunError, Stopped, UserError
+from dflash_eval.errors import RunError, Stopped, UserError, reason
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=24)  # for a rank that still computes; one that dies is noticed at once
@@ -46,9 +46,8 @@ def group() -> Iterator[None]:
     try:
         dist.init_process_group("gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
         raise RunError(
-            f"rank {rank()} of {size()} cannot reach the others: {reason}; start them with torchrun"
+            f"rank {rank()} of {size()} cannot reach the others: {reason(error)}; start them with torchrun"
         ) from None
     try:
         yield

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_eval.cache import Manifest, Sample
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, reason
 from dflash_eval.prompts import RenderedPrompt
 
 SUFFIXES = (".safetensors", ".ckpt", ".ckpt.gz", ".pt")
@@ -167,8 +167,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             content = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"{path}: cannot be read as tensors: {reason[:200]}") from None
+        raise UserError(f"{path}: cannot be read as tensors: {reason(error)[:200]}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no named tensors")
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}

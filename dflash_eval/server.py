@@ -22,7 +22,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 
 from dflash_eval.config import ServerConfig
-from dflash_eval.errors import RunError, UserError
+from dflash_eval.errors import RunError, UserError, reason
 from dflash_eval.replies import ASK_FOR_IDS, BadReply, Reply, read_reply
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class Server:
             raise RunError(f"no answer in {self.config.timeout_s:g} s") from None
         except httpx.HTTPError as error:
             self._check_tls(error)
-            raise RunError(f"the connection failed: {_reason(error)}") from None
+            raise RunError(f"the connection failed: {reason(error)}") from None
 
     async def _served_models(self) -> dict[str, str]:
         """Names of the served models, those of the files they came from among them → the name to ask for."""
@@ -167,7 +167,7 @@ class Server:
             except httpx.HTTPError as error:
                 self._check_tls(error)
                 raise UserError(
-                    f"{self.shown}{path}: no server answers there: {_reason(error)}\n"
+                    f"{self.shown}{path}: no server answers there: {reason(error)}\n"
                     "start it, or mend completions.server.base_url"
                 ) from None
             if response.status_code in (401, 403):
@@ -189,7 +189,7 @@ class Server:
         while cause is not None:
             if isinstance(cause, ssl.SSLError) or "SSL" in str(cause):
                 raise UserError(
-                    f"{self.shown}: TLS error: {_reason(error)}\n"
+                    f"{self.shown}: TLS error: {reason(error)}\n"
                     "a server without TLS has http:// in completions.server.base_url; SSL_CERT_FILE names a CA of yours"
                 ) from None
             cause = cause.__cause__ or cause.__context__
@@ -285,8 +285,3 @@ def _retry_after(value: str) -> float:
     except ValueError:
         return 0.0
     return max(0.0, (when - datetime.now(timezone.utc if when.tzinfo else None)).total_seconds())
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -35,11 +35,6 @@ class Stop:
             raise Stopped(number)
         say(f"{signal.Signals(number).name}: finishing the shard in work; once more stops at once")
 
-    def check(self) -> None:
-        """Raises Stopped when a signal has come."""
-        if self.signal is not None:
-            raise Stopped(self.signal)
-
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:

@@ -210,7 +210,9 @@ class _Ring:
             place += -(-column.nbytes // ALIGNED) * ALIGNED
         copied = []
         for device in {column.device for column in columns.values()}:
-            stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+            if device not in self.streams:
+                self.streams[device] = torch.cuda.Stream(device)
+            stream = self.streams[device]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for name, column in columns.items():

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from dflash_eval.cache import DTYPES
 from dflash_eval.config import TargetConfig
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, reason
 from dflash_eval.machine import pick_device, rank_devices
 from dflash_eval.sources import fingerprint, resolve
 
@@ -82,6 +82,20 @@ class TargetFiles:
     def fingerprint(self) -> str:
         return fingerprint(self.folder / self.gguf if self.gguf else self.folder)
 
+    def check_weights(self) -> None:
+        """Raises UserError naming the safetensors file that is missing or not whole, before minutes go into reading."""
+        index = self.folder / "model.safetensors.index.json"
+        there = sorted(self.folder.glob("*.safetensors"))
+        listed = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else set()
+        for path in [self.folder / name for name in sorted(listed)] or there:
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except FileNotFoundError:
+                raise UserError(f"{path}: missing, though {index.name} lists it; fetch the target again") from None
+            except SafetensorError as error:
+                raise UserError(f"{path}: truncated or damaged ({error}); fetch the target again") from None
+
     def arguments(self) -> dict[str, Any]:
         return {"gguf_file": self.gguf} if self.gguf else {}
 
@@ -118,6 +132,8 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     if config.require_kernels and not files.gguf:  # a GGUF holds no linear attention that needs a kernel
         _require_kernels(skeleton(files, config), config)  # before any weight is read
     with load_errors(config):
+        if not files.gguf:
+            files.check_weights()
         auto = AutoModelForCausalLM if files.gguf else _model_class(files, config)[0]  # a GGUF's config is slow to read
         model = auto.from_pretrained(
             files.folder,
@@ -164,8 +180,7 @@ def load_errors(config: TargetConfig) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"{config.model}: cannot be loaded as a target: {reason[:300]}") from error
+        raise UserError(f"{config.model}: cannot be loaded as a target: {reason(error)[:300]}") from error
 
 
 def find_layers(model: Any) -> nn.ModuleList:
@@ -205,17 +220,33 @@ def kernels_of(model: Any) -> dict[str, str]:
 
 def _bound_functions(model: Any) -> dict[str, tuple[str, str | None]]:
     """name → (package that offers a kernel, package that is really called or None for the torch fallback)."""
-    bound = {}
-    for module_name in {type(module).__module__ for module in model.modules()}:
-        for name, function in vars(sys.modules[module_name]).items():
+    return {name.removeprefix("torch_"): packages for _, name, packages in _bindings(model)}
+
+
+def _bindings(model: Any) -> Iterator[tuple[Any, str, tuple[str, str | None]]]:
+    """(modelling module, the function's name there, packages as in `_bound_functions`)."""
+    for module in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name, function in list(vars(module).items()):
+            function = getattr(function, "_torchdynamo_orig_callable", function)  # of `shield_kernels`
             if not inspect.isfunction(function):
                 continue
             outer = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
             implementation, package = outer.get("implementation"), outer.get("package")
             if callable(implementation) and isinstance(package, str):
                 root = implementation.__module__.partition(".")[0]
-                bound[name.removeprefix("torch_")] = (package, package if root == package else None)
-    return bound
+                yield module, name, (package, package if root == package else None)
+
+
+def shield_kernels(model: Any) -> None:
+    """Make torch.compile call the kernels that the target's functions are bound to, rather than look into them.
+
+    transformers takes the torch fallback where a function is traced for an export, and torch 2.11 says so of every
+    compilation: the compiled target would silently run without its kernels.
+    """
+    for module, name, (_, called) in _bindings(model):
+        function = getattr(module, name)
+        if called and not hasattr(function, "_torchdynamo_orig_callable"):
+            setattr(module, name, torch.compiler.disable(function))
 
 
 def fallbacks(model: Any, required: Sequence[str]) -> dict[str, list[str]]:

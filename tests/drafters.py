@@ -14,6 +14,7 @@ from dflash_eval.config import DrafterSpec, EvaluateConfig
 from dflash_eval.drafter.checkpoint import load_drafter, read_config
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import DFlashDrafter
+from dflash_eval.errors import UserError
 from dflash_eval.judge import walk_samples
 
 CPU = torch.device("cpu")
@@ -27,6 +28,14 @@ def spec(checkpoint: Path, **overrides) -> DrafterSpec:
 def load(checkpoint: Path, **overrides) -> DFlashDrafter:
     own = spec(checkpoint, **overrides)
     return load_drafter(own, read_config(own), CPU, torch.float32)
+
+
+def error(call, *arguments, **overrides) -> str:
+    """The one plain error of a call: at most three lines."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **overrides)
+    assert len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
 
 
 def walks(setup, drafter: DFlashDrafter) -> list[list[list[int]]]:

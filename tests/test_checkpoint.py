@@ -11,39 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MASK, VOCABULARY, drafter_json, save_drafter, write_config
+from drafters import error, load, spec
 from safetensors.torch import load_file, save_file
 
-from dflash_eval.config import DrafterSpec, load_config
-from dflash_eval.drafter.checkpoint import load_drafter, read_config
+from dflash_eval.config import load_config
+from dflash_eval.drafter.checkpoint import read_config
 from dflash_eval.drafter.config import DrafterConfig
-from dflash_eval.drafter.model import DFlashDrafter
-from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
-
-CPU = torch.device("cpu")
-
-
-def spec(folder: Path, **overrides) -> DrafterSpec:
-    return DrafterSpec(name="mine", checkpoint=str(folder), overrides=overrides)
 
 
 def config_only(folder: Path, raw: dict) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
-
-
-def load(folder: Path, **overrides) -> DFlashDrafter:
-    wanted = spec(folder, **overrides)
-    return load_drafter(wanted, read_config(wanted), CPU, torch.float32)
-
-
-def error(call, *arguments, **overrides) -> str:
-    """The one plain error of a call: at most three lines."""
-    with pytest.raises(UserError) as caught:
-        call(*arguments, **overrides)
-    assert len(str(caught.value).splitlines()) <= 3
-    return str(caught.value)
 
 
 @pytest.fixture

@@ -112,29 +112,34 @@ def test_the_need_is_the_targets_weights_and_grows_with_the_batch(tiny, config):
     files = TargetFiles.find(config.target)
     model = skeleton(files, config.target)
     loaded = load_target(files, config.target).model
-    assert needed_bytes(model, config, [0])[0] == sum(p.nbytes for p in loaded.parameters())
+    assert needed_bytes(model, files, config, [0])[0] == sum(p.nbytes for p in loaded.parameters())
     twice = config.model_copy(update={"extract": config.extract.model_copy(update={"max_batch_tokens": 2 * 8192})})
     no_stats = config.extract.model_copy(update={"target_stats": False})
-    assert needed_bytes(model, twice, [0])[1] > needed_bytes(model, config, [0])[1]
-    assert needed_bytes(model, config, [0, 1])[1] > needed_bytes(model, config, [0])[1]
+    assert needed_bytes(model, files, twice, [0])[1] > needed_bytes(model, files, config, [0])[1]
+    assert needed_bytes(model, files, config, [0, 1])[1] > needed_bytes(model, files, config, [0])[1]
     without = config.model_copy(update={"extract": no_stats})
-    assert needed_bytes(model, without, [0])[1] < needed_bytes(model, config, [0])[1]
+    assert needed_bytes(model, files, without, [0])[1] < needed_bytes(model, files, config, [0])[1]
 
 
-def test_a_server_that_still_runs_on_the_gpus_is_in_the_way(tiny, tmp_path, one_gpu, nvidia_smi):
-    one_gpu(free=40)
-    nvidia_smi("4242, sglang::scheduler, 9000\n")
+def test_a_server_that_still_holds_the_gpus_is_in_the_way(tiny, tmp_path, one_gpu, nvidia_smi):
+    nvidia_smi("4242, sglang::scheduler, 48128\n")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         completions = {"source": "server", "server": {"base_url": url}}
         config = load_config(write_config(tmp_path, tiny.target, [("a", tiny.drafter)], completions=completions))
         assert server_answers(url)
+        one_gpu(free=0.001)
         wrong, said = page(config)
-        assert wrong == 1
-        assert "stop it, extract, start it again" in said
+        assert wrong == 2
+        assert "it still runs on the GPUs that the target needs" in said
+        one_gpu(free=40)
+        wrong, said = page(config)
+        assert wrong == 0
+        assert "leaves the target room enough" in said
     assert not server_answers(url)
+    one_gpu(free=0.001)
     wrong, said = page(config)
-    assert wrong == 0
+    assert wrong == 1
     assert "does not answer" in said
 
 

@@ -357,7 +357,14 @@ def test_bad_completion_files_are_refused_with_the_line(tiny, tmp_path, row, mes
     [
         (lambda folder: (folder / "config.json").unlink(), "cannot be loaded"),
         (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "cannot be loaded"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), r"model\.safetensors: truncated or damaged"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 90000), r"model\.safetensors: truncated or damaged"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": "model.safetensors"}})
+            ),
+            r"model-00001\.safetensors: missing, though model\.safetensors\.index\.json lists it",
+        ),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "nonsense"}'), "cannot be loaded"),
     ],
 )

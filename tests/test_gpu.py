@@ -88,7 +88,7 @@ def test_gpu_memory_that_runs_out_halves_the_batch(tiny, capsys):
     assert capsys.readouterr().err.count("out of memory") == 1
 
 
-def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
+def test_linear_attention_runs_on_fla_in_bfloat16_compiled_too(tmp_path, monkeypatch):
     """A hybrid target wide enough for fla's kernels; states agree with the same weights' in float32."""
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     from conftest import END, VOCABULARY, tiny_tokenizer
@@ -109,15 +109,21 @@ def test_linear_attention_runs_on_fla_in_bfloat16(tmp_path):
     tiny_tokenizer().save_pretrained(target)
     sections = {"target": {"device": "cuda", "dtype": "bfloat16"}, "extract": {"layers": [0, 2, 3]}}
     path = write_config(tmp_path, target, [], **sections)
-    cache = Cache(extract(load_config(path, ["target.require_kernels=[fla]"]), say=lambda _: None))
-    assert cache.manifest.provenance["kernels"]["chunk_gated_delta_rule"].startswith("fla ")
     base = model.float().eval().cuda()
-    for sample in cache.samples:
-        with torch.inference_mode():
-            states = base(torch.tensor([sample.input_ids]).cuda(), output_hidden_states=True).hidden_states
-        for layer in (0, 2):
-            ours, theirs = cache.features(sample.id, [layer]).float(), states[layer + 1][0].float().cpu()
-            assert torch.cosine_similarity(ours, theirs, dim=-1).min() > 0.999
+    for name, pays in (("eager", 1e17), ("compiled", 0)):
+        monkeypatch.setattr("dflash_eval.extract.COMPILING_PAYS", pays)
+        config = load_config(path, ["target.require_kernels=[fla]", f"cache_dir={tmp_path / name}"])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            cache = Cache(extract(config, say=lambda _: None))
+        assert cache.manifest.provenance["compiled"] == (name == "compiled")
+        assert cache.manifest.provenance["kernels"]["chunk_gated_delta_rule"].startswith("fla ")
+        assert any("chunk_gated_delta_rule" in event.key for event in profiler.key_averages())
+        for sample in cache.samples:
+            with torch.inference_mode():
+                states = base(torch.tensor([sample.input_ids]).cuda(), output_hidden_states=True).hidden_states
+            for layer in (0, 2):
+                ours, theirs = cache.features(sample.id, [layer]).float(), states[layer + 1][0].float().cpu()
+                assert torch.cosine_similarity(ours, theirs, dim=-1).min() > 0.999
 
 
 ATTENTION = [  # (slots, heads, key heads, head size), window, causal, window from the anchor; each compiles a kernel

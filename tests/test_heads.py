@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import MASK, VOCABULARY, save_drafter
@@ -12,12 +13,14 @@ from drafters import EVALUATE, deepspec_json, head_of, load, slow_walks, train_s
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from dflash_eval.acceptance.expected import expected_cycles
 from dflash_eval.acceptance.lattice import lattice_order
 from dflash_eval.acceptance.sampling import Sampling
 from dflash_eval.acceptance.tree import accepted_within
 from dflash_eval.cache import Cache
 from dflash_eval.drafter.path import path_scorer
 from dflash_eval.drafter.scoring import Scorer
+from dflash_eval.judge import judges
 
 TOP_K = 5
 
@@ -287,6 +290,34 @@ def test_a_markov_heads_probabilities_are_those_after_the_sequences_own_tokens(t
             logits = head @ hidden[row, slot] + step(int(tokens[row, slot]), hidden[row, slot])
             expected = (logits / 0.9).log_softmax(-1)[tokens[row, slot + 1]]
             torch.testing.assert_close(ours[row, slot], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_expected_tau_takes_the_probabilities_after_the_sequences_own_tokens(tiny, shifted, tmp_path):
+    """Of the rnn head, at every anchor of a sample, from the public class's hidden states and a step at a time."""
+    state = markov(shifted, "rnn")
+    drafter = load(save_drafter(tmp_path / "d", deepspec_json(tiny.raw, markov_rank=3, markov_head_type="rnn"), state))
+    cache = Cache(tiny.folder / "cache")
+    embedding, head = cache.head()
+    scorer = Scorer(drafter, head, 64)
+    [(indices, judge)] = judges(drafter, cache, drafter.embedding(embedding), scorer, EVALUATE, lambda _: None)
+    logprobs = [cache.logprobs(cache.samples[i].id) for i in indices]
+    ours = judge.expected_tau(logprobs, Sampling(1.0))
+
+    row = max(range(len(indices)), key=lambda row: len(cache.samples[indices[row]].completion_ids))
+    sample = cache.samples[indices[row]]
+    ids, start, end = sample.input_ids, len(sample.prompt_ids), len(sample)
+    context = drafter.context(cache.features(sample.id, (0, 2, 4))[None])
+    accepted = np.zeros((end - 1 - start, 6))
+    for s in range(start, end - 1):
+        block = F.embedding(torch.tensor([[[ids[s]] + [MASK] * 5]]), embedding)
+        with torch.inference_mode():
+            hidden = drafter(block, torch.tensor([[s]]), context)[0, 0]
+        step = biases(state, "rnn")
+        for slot in range(min(6, end - 1 - s)):
+            logits = head @ hidden[slot] + step(ids[s + slot], hidden[slot])
+            q, p = logits.softmax(-1)[ids[s + slot + 1]], math.exp(logprobs[row][s + slot + 1 - start])
+            accepted[s - start, slot] = min(1.0, float(q) / p)
+    assert ours[row] == pytest.approx((end - 1 - start) / expected_cycles(accepted, start, end), rel=1e-4)
 
 
 def test_an_rnn_head_that_does_not_begin_at_the_anchor_is_refused(tiny, shifted, tmp_path):

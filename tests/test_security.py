@@ -16,12 +16,11 @@ import h5py
 import pytest
 import torch
 from conftest import drafter_json, save_drafter
-from drafters import load
+from drafters import error, load
 from safetensors.torch import load_file
 
 from dflash_eval import cache as cachefile
 from dflash_eval.cache import Cache
-from dflash_eval.errors import UserError
 
 
 class Payload:
@@ -32,13 +31,6 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (str(self.trace),)
-
-
-def error(call, *arguments) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    assert len(str(caught.value).splitlines()) <= 3
-    return str(caught.value)
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from dflash_eval.forward import compile_layers, forward
 from dflash_eval.ranks import exit_status
 from dflash_eval.signals import stoppable
 from dflash_eval.states import _Worker
-from dflash_eval.target import TargetFiles, load_target
+from dflash_eval.target import TargetFiles, kernels_of, load_target
 
 
 @pytest.fixture
@@ -220,6 +222,42 @@ def test_compiled_layers_say_the_same_and_a_failing_compiler_is_told(tiny, monke
     compile_layers(target, lambda: forward(target, samples, [5], "float32", None), said.append)
     assert "uncompiled" in said[0]
     torch.testing.assert_close(forward(target, samples, [0, 5], "float32", None), plain)
+
+
+def test_compiled_layers_call_the_kernels_that_the_manifest_names(tiny_hybrid, monkeypatch):
+    """Tracing that passes for an export, as any does in torch 2.11, makes transformers take its torch fallback."""
+    from transformers.integrations import hub_kernels
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    fallback, calls = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule), []
+
+    def chunk_gated_delta_rule(query, key, value, g, beta, **how):
+        calls.append(len(query))
+        return fallback(query, key, value, g, beta, **how)
+
+    chunk_gated_delta_rule.__module__ = "kernelpack.ops"
+    package = types.ModuleType("kernelpack")
+    package.chunk_gated_delta_rule = chunk_gated_delta_rule
+    monkeypatch.setitem(sys.modules, "kernelpack", package)
+    monkeypatch.setattr(hub_kernels, "_KERNELS_INTERNAL_PATH_MAPPINGS", {})
+    monkeypatch.setattr(hub_kernels, "is_torchdynamo_exporting", torch.compiler.is_compiling)
+    bound = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "kernelpack")(fallback)
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", bound)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call: real(call, backend="eager"))
+    torch._dynamo.reset()
+
+    target, samples = loaded(tiny_hybrid.config), Cache(tiny_hybrid.folder / "cache").samples
+    assert kernels_of(target.model)["chunk_gated_delta_rule"].startswith("kernelpack")
+    plain = forward(target, samples, [0, 2], "float32", None)
+    uncompiled = list(calls)
+    assert uncompiled
+    calls.clear()
+    compile_layers(target, lambda: forward(target, samples, [2], "float32", None), pytest.fail)
+    compiled = forward(target, samples, [0, 2], "float32", None)
+    assert calls == 2 * uncompiled
+    torch.testing.assert_close(compiled, plain)
+    assert kernels_of(target.model)["chunk_gated_delta_rule"].startswith("kernelpack")
 
 
 # Reduced storage

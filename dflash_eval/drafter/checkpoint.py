@@ -190,6 +190,9 @@ def _check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
     def whole(value: Any, least: int) -> bool:
         return type(value) is int and value >= least
 
+    for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+        if not whole(getattr(config, key), 1):
+            raise UserError(f"{path} does not describe a DFlash drafter ({key} is {getattr(config, key)!r})")
     if not whole(config.vocab_size, 1):
         raise UserError(f"{path}: vocab_size is {config.vocab_size!r}\n{_mend(spec, 'vocab_size')}")
     if not whole(config.block_size, 2):

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, reason
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt")
 OTHERS = re.compile(r"optim|sched|rng|scaler|training_args|random_states", re.IGNORECASE)
@@ -66,9 +66,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     raw = read_json(index)
-    names = set(raw["weight_map"].values()) if isinstance(raw.get("weight_map"), dict) else set()
-    if not names or not all(isinstance(name, str) for name in names):
+    weight_map = raw.get("weight_map")
+    listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not listed or not all(isinstance(name, str) for name in listed):
         raise UserError(f"{index}: not an index of weights: no weight_map from tensors to files")
+    names = set(listed)
     outside = sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts)
     if outside:
         raise UserError(f"{index}: names {outside[0]!r}, outside its folder")
@@ -259,8 +261,9 @@ def _unpickled(file: Path, device: str) -> Any:
             "save the weights alone: torch.save(model.state_dict(), ...), or as safetensors"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"{file}: not a readable torch checkpoint ({reason}); copy or download it again") from None
+        raise UserError(
+            f"{file}: not a readable torch checkpoint ({reason(error)[:200]}); copy or download it again"
+        ) from None
 
 
 def _state_dict(file: Path, content: Any) -> dict[str, Tensor]:
