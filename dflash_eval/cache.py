@@ -233,6 +233,7 @@ class ShardWriter:
     ) -> None:
         """dtype: of the states as stored, a key of STORED."""
         self.path = path
+        self.dtype = dtype
         self.aside = path.with_name(f".{path.name}.tmp")
         self.samples = samples
         self.offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
@@ -275,8 +276,8 @@ class ShardWriter:
                 data, place = data[written:], place + written
 
     def write_hidden(self, index: int, layer: int, states: Tensor) -> None:
-        """states: [len(sample), hidden] of sample `index` of the shard, in the shard's dtype, on the CPU."""
-        self.write(int(self.offsets[index]), {f"hidden/{layer}": states})
+        """states: [len(sample), hidden] of sample `index` of the shard, floating point, on the CPU."""
+        self.write(int(self.offsets[index]), state_columns(layer, states, self.dtype))
 
     def write_stats(self, index: int, argmax: NDArray[np.int32], logprob: NDArray[np.float32]) -> None:
         """Both [completion tokens]: of the token after each position from the prompt's last one on."""
@@ -306,6 +307,17 @@ class ShardWriter:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+
+def state_columns(layer: int, states: Tensor, stored: str) -> dict[str, Tensor]:
+    """A layer's states [tokens, hidden] as a shard keeps them. stored: a key of STORED.
+
+    float8 has its bits in `hidden/<layer>` and the tokens' scales in `scale/<layer>`.
+    """
+    if stored == "float8":
+        bits, scale = to_float8(states)
+        return {f"hidden/{layer}": bits, f"scale/{layer}": scale}
+    return {f"hidden/{layer}": states.to(DTYPES[stored])}
 
 
 def to_stored(states: Tensor) -> NDArray[Any]:

@@ -266,6 +266,10 @@ class Config(Section):
             raise _problem("must not be empty", "extract", "layers")
         return self
 
+    def states_dtype(self) -> str:
+        """What a cache's states are read as; stored they are smaller where extract.store is float8."""
+        return "bfloat16" if self.extract.store == "bfloat16" else self.target.dtype
+
     def cache_settings(self) -> dict[str, Any]:
         """What a cache must agree with this config on, as far as the config alone tells."""
         kept = {"source", "max_new_tokens", "temperature", "top_k", "top_p", "seed"}

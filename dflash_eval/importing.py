@@ -61,7 +61,7 @@ def import_states(
             layers=sorted(layers),
             hidden_size=text_config.hidden_size,
             vocab_size=len(head.output) if head else text_config.vocab_size,
-            dtype=config.target.dtype,
+            dtype=config.states_dtype(),
             target_stats=False,
             batch_tokens=config.extract.max_batch_tokens,
             shard_bytes=config.extract.shard_bytes,
@@ -115,8 +115,10 @@ def _shards(
                 raise UserError(f"{entry.place}: prompt {saved.sample.id!r}, as {found[saved.sample.id]} is already")
             found[saved.sample.id] = entry.place
             group.append(saved)
-            size = sum(other.states.numel() for other in group) * DTYPES[manifest.dtype].itemsize
-            if size >= manifest.shard_bytes or entry is entries[-1]:
+            if (
+                sum(len(other.sample) for other in group) * manifest.token_bytes() >= manifest.shard_bytes
+                or entry is entries[-1]
+            ):
                 _write(folder, manifest, group, layers, head, config)
                 samples += [other.sample for other in group]
                 group = []
@@ -139,7 +141,9 @@ def _write(
         manifest.target_stats = stats
     path = folder / f"states-{len(manifest.shards):05d}.h5"
     samples = [entry.sample for entry in group]
-    writer = ShardWriter(path, samples, manifest.layers, manifest.hidden_size, manifest.dtype, manifest.target_stats)
+    writer = ShardWriter(
+        path, samples, manifest.layers, manifest.hidden_size, manifest.stored_dtype(), manifest.target_stats
+    )
     try:
         for index, entry in enumerate(group):
             for place, layer in enumerate(layers):

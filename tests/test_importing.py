@@ -18,6 +18,7 @@ from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
+from dflash_eval.extract import extract
 from dflash_eval.importing import import_states
 
 
@@ -176,6 +177,30 @@ def test_states_of_other_tokens_show_in_the_agreement(setup):
     said: list[str] = []
     import_states(config, folder, [0, 2, 4, 5], say=said.append)
     assert any("hardly belong together" in line for line in said)
+
+
+@pytest.mark.parametrize("store", ["float8", "bfloat16"])
+def test_states_are_stored_as_asked_to_the_bit_as_extraction_stores_them(tiny, tmp_path, store):
+    whole = Cache(tiny.folder / "cache")
+    (tmp_path / "saved").mkdir()
+    for sample in whole.samples:
+        states = whole.features(sample.id, [0, 2, 4]).reshape(len(sample), 3, 32)
+        tensors = {"token_ids": torch.tensor(sample.input_ids), "hidden_states": states}
+        save_file(tensors, tmp_path / "saved" / f"{sample.id}.safetensors")
+    path = write_config(
+        tmp_path,
+        tiny.target,
+        [("trained", tiny.drafter)],
+        extract={"store": store, "layers": [0, 2, 4], "target_stats": False},
+    )
+    theirs = Cache(extract(load_config(path, [f"cache_dir={tmp_path / 'own'}"]), say=lambda _: None))
+    ours = Cache(import_states(load_config(path), tmp_path / "saved", [0, 2, 4], say=lambda _: None))
+    for sample in whole.samples:
+        assert torch.equal(ours.features(sample.id, [0, 2, 4]), theirs.features(sample.id, [0, 2, 4]))
+        assert not torch.equal(ours.features(sample.id, [0, 2, 4]).float(), whole.features(sample.id, [0, 2, 4]))
+    sizes = [sum(shard.bytes for shard in cache.manifest.shards) for cache in (ours, theirs, whole)]
+    assert sizes[0] == sizes[1] < 0.8 * sizes[2]
+    assert ours.manifest.dtype == theirs.manifest.dtype
 
 
 def test_a_cache_that_is_there_is_not_overwritten_without_force(setup):
