@@ -527,17 +527,7 @@ class Cache:
             return np.asarray(file["logprob"][first : end - 1], dtype=np.float64)
 
     def greedy_agreement(self) -> float | None:
-        """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""
-        agreed = total = 0
-        for shard in self.manifest.shards:
-            with _open_shard(self.folder / shard.file) as file:
-                if "argmax" not in file:
-                    return None
-                argmax, ids = file["argmax"][:-1], file["input_ids"][1:]
-                inside = argmax >= 0
-                agreed += int((argmax == ids)[inside].sum())
-                total += int(inside.sum())
-        return agreed / total if total else None
+        return greedy_agreement(self.folder, self.manifest.shards)
 
     def head(self) -> tuple[Tensor, Tensor]:
         """The target's input embedding and output head, each [vocabulary, hidden]."""
@@ -556,6 +546,20 @@ class Cache:
         except SafetensorError as error:
             raise UserError(f"{path}: damaged ({error}); extract again with --force") from None
         return embedding, head
+
+
+def greedy_agreement(folder: Path, shards: Sequence[Shard]) -> float | None:
+    """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""
+    agreed = total = 0
+    for shard in shards:
+        with _open_shard(folder / shard.file) as file:
+            if "argmax" not in file:
+                return None
+            argmax, ids = file["argmax"][:-1], file["input_ids"][1:]
+            inside = argmax >= 0
+            agreed += int((argmax == ids)[inside].sum())
+            total += int(inside.sum())
+    return agreed / total if total else None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,13 +171,40 @@ def test_layers_out_of_order_shards_and_the_last_answer_of_a_conversation(setup)
     assert any("not checked" in line for line in said)
 
 
-def test_states_of_other_tokens_show_in_the_agreement(setup):
+def test_states_of_other_tokens_are_refused_and_leave_no_cache(setup):
     _, saved, config, folder, _ = setup
-    shifted = {name: (sample, states.roll(1, 0), normed) for name, (sample, states, normed) in saved.items()}
-    write_vllm(shifted, folder)
-    said: list[str] = []
-    import_states(config, folder, [0, 2, 4, 5], say=said.append)
-    assert any("hardly belong together" in line for line in said)
+    for name, (sample, states, normed) in saved.items():
+        others = replace(sample, completion_ids=[(token + 1) % 250 for token in sample.completion_ids])
+        saved[name] = others, states, normed
+    write_vllm(saved, folder)
+    with pytest.raises(UserError, match="not this target's states of these tokens") as error:
+        import_states(config, folder, [0, 2, 4, 5], say=lambda _: None)
+    assert len(str(error.value).splitlines()) <= 3
+    assert not [*config.cache_dir.glob("*.h5"), *config.cache_dir.glob("*.json*")]
+
+
+@pytest.mark.parametrize(
+    ("every", "temperature", "doubted"),
+    [(20, 0, False), (8, 0, True), (3, 0, True), (3, 1, False), (1.5, 1, True)],
+)
+def test_text_that_is_partly_the_targets_own_is_taken_with_a_warning(tiny, tmp_path, every, temperature, doubted):
+    """Every so many tokens of an answer are another's; below 0.9 it is doubted, of sampled answers below 0.5."""
+    cache = Cache(tiny.folder / "cache")
+    (tmp_path / "saved").mkdir()
+    sample = max(cache.samples, key=len)
+    model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32).eval()
+    states, _ = forward(model, sample)
+    ids, start = torch.tensor(sample.input_ids), len(sample.prompt_ids)
+    changed = torch.arange(start + 1, len(ids), every).long()
+    ids[changed] = (ids[changed] + 1) % 250
+    other = int((ids != torch.tensor(sample.input_ids)).sum()) / len(sample.completion_ids)
+    tensors = {"token_ids": ids, "hidden_states": states[:, [5, 6]].contiguous()}
+    save_file(tensors, tmp_path / "saved" / "a.safetensors")
+    path = write_config(tmp_path, tiny.target, [("a", tiny.drafter)])
+    config, said = load_config(path, [f"completions.temperature={temperature}"]), []
+    ours = Cache(import_states(config, tmp_path / "saved", [4, 5], say=said.append))
+    assert ours.manifest.provenance["imported"]["greedy_agreement"] == pytest.approx(1 - other)
+    assert any("not the target's own" in line for line in said) == doubted
 
 
 @pytest.mark.parametrize("store", ["float8", "bfloat16"])
