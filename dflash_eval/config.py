@@ -129,8 +129,9 @@ class ServerConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     concurrency: Count = 8
     """Requests under way at once."""
-    retries: Index = 3
-    """Of a request that met 429, 5xx, a timeout, a dropped connection or a damaged answer."""
+    retries: Index = 6
+    """Of a request that met 429, 5xx, a timeout, a dropped connection or a damaged answer. With six, and a wait that
+    doubles from 1 s, a server may be gone for a minute; where one request in five fails, one in 80,000 is given up."""
 
 
 class CompletionsConfig(Section):
