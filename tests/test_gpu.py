@@ -15,7 +15,7 @@ from dflash_eval.drafter.scoring import Scorer, rank_rows
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
 from dflash_eval.extract import extract
-from dflash_eval.forward import forward
+from dflash_eval.forward import compile_layers, forward
 from dflash_eval.states import _Halving
 from dflash_eval.target import TargetFiles, load_target
 
@@ -113,17 +113,20 @@ def test_linear_attention_runs_on_fla_in_bfloat16_compiled_too(tmp_path, monkeyp
     for name, pays in (("eager", 1e17), ("compiled", 0)):
         monkeypatch.setattr("dflash_eval.extract.COMPILING_PAYS", pays)
         config = load_config(path, ["target.require_kernels=[fla]", f"cache_dir={tmp_path / name}"])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            cache = Cache(extract(config, say=lambda _: None))
+        cache = Cache(extract(config, say=lambda _: None))
         assert cache.manifest.provenance["compiled"] == (name == "compiled")
         assert cache.manifest.provenance["kernels"]["chunk_gated_delta_rule"].startswith("fla ")
-        assert any("chunk_gated_delta_rule" in event.key for event in profiler.key_averages())
         for sample in cache.samples:
             with torch.inference_mode():
                 states = base(torch.tensor([sample.input_ids]).cuda(), output_hidden_states=True).hidden_states
             for layer in (0, 2):
                 ours, theirs = cache.features(sample.id, [layer]).float(), states[layer + 1][0].float().cpu()
                 assert torch.cosine_similarity(ours, theirs, dim=-1).min() > 0.999
+    compiled = load_target(TargetFiles.find(config.target), config.target)
+    compile_layers(compiled, lambda: forward(compiled, cache.samples, [3], "bfloat16", None), pytest.fail)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        forward(compiled, cache.samples, [3], "bfloat16", None)
+    assert any("chunk_gated_delta_rule" in event.key for event in profiler.key_averages())
 
 
 ATTENTION = [  # (slots, heads, key heads, head size), window, causal, window from the anchor; each compiles a kernel
