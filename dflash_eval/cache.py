@@ -10,7 +10,6 @@ import copy
 import errno
 import hashlib
 import json
-import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -333,11 +332,11 @@ def from_float8(bits: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sha256(path: Path) -> str:
-    with open(path, "rb") as handle:
-        if not os.fstat(handle.fileno()).st_size:
-            return hashlib.sha256().hexdigest()
-        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:  # one call: other threads run meanwhile
-            return hashlib.sha256(content).hexdigest()
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**24))  # pieces large enough to let other threads run
+    with open(path, "rb", buffering=0) as handle:
+        while count := handle.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 # Reading
@@ -354,8 +353,9 @@ def read_manifest(folder: Path) -> Manifest | None:
                 "extract again with --force"
             )
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
-        # Caches from before these keys: all tokens were drawn from, and prompts were chats.
+        # Caches from before these keys: all tokens were drawn from, prompts were chats, kernels those installed.
         manifest.settings["completions"] = {"top_k": 0, "top_p": 1.0, **manifest.settings["completions"]}
+        manifest.settings["target"] = {"kernels": "auto", **manifest.settings["target"]}
         manifest.settings["prompts"] = {"raw": False, **manifest.settings.get("prompts", {})}
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -493,10 +493,15 @@ class Cache:
         part.samples = self.samples[index::parts]
         return part
 
-    def features(self, sample_id: str, layers: Sequence[int]) -> Tensor:
-        """Context features [tokens, len(layers) * hidden] in the cache's dtype: the layers' states side by side."""
+    def features(self, sample_id: str, layers: Sequence[int], positions: slice | None = None) -> Tensor:
+        """Context features [tokens, len(layers) * hidden] in the cache's dtype: the layers' states side by side.
+
+        positions: of the sample's tokens, those from start to stop alone.
+        """
         name, index = self._where[sample_id]
         start, end = self._offsets[name][index : index + 2]
+        if positions is not None:
+            start, end = start + positions.start, min(end, start + positions.stop)
         missing = [layer for layer in layers if (name, layer) not in self._held]
         read: dict[int, Tensor] = {}
         if missing:
@@ -513,6 +518,13 @@ class Cache:
             start, end = file["offsets"][index : index + 2]
             first = start + file["prompt_lengths"][index] - 1
             return np.asarray(file["logprob"][first : end - 1], dtype=np.float64)
+
+    def argmax(self, sample_id: str) -> NDArray[np.int32]:
+        """The target's most probable token in place of each completion token; the cache has target_stats."""
+        name, index = self._where[sample_id]
+        with _open_shard(self.folder / name) as file:
+            start, end = file["offsets"][index : index + 2]
+            return np.asarray(file["argmax"][start + file["prompt_lengths"][index] - 1 : end - 1])
 
     def greedy_agreement(self) -> float | None:
         """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""

@@ -93,7 +93,15 @@ class TargetConfig(Section):
     """"auto" shards a large target over this machine's GPUs."""
     require_kernels: Annotated[tuple[Literal["fla", "causal_conv1d"], ...], Field(strict=False)] = ()
     """Refuse to extract where one of these would be replaced by a fallback."""
+    kernels: Literal["auto", "torch", "fla"] = "auto"
+    """auto: what transformers finds installed; torch: its fallbacks all the same; fla: not without fla."""
     trust_remote_code: bool = False
+
+    def required(self) -> tuple[str, ...]:
+        """The packages without whose kernels nothing is to be extracted."""
+        if self.kernels == "torch":
+            return ()
+        return tuple(dict.fromkeys((*self.require_kernels, *(("fla",) if self.kernels == "fla" else ()))))
 
 
 class PromptsConfig(Section):
@@ -270,7 +278,7 @@ class Config(Section):
         """What a cache must agree with this config on, as far as the config alone tells."""
         kept = {"source", "max_new_tokens", "temperature", "top_k", "top_p", "seed"}
         return {
-            "target": self.target.model_dump(mode="json", include={"model", "revision", "dtype"}),
+            "target": self.target.model_dump(mode="json", include={"model", "revision", "dtype", "kernels"}),
             "prompts": self.prompts.model_dump(mode="json"),
             "completions": self.completions.model_dump(mode="json", include=kept),
             "extract": self.extract.model_dump(mode="json", include={"store"}),

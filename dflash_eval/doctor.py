@@ -88,13 +88,11 @@ def _say_gpus(check: Callable[..., None]) -> None:
 
 def _say_kernels(model: Any, config: Config, check: Callable[..., None]) -> None:
     kernels = kernels_of(model)
-    missing = fallbacks(model, config.target.require_kernels)
+    missing = fallbacks(model, config.target.required())
     names = ", ".join(name for names in missing.values() for name in names)
     check(
         "kernels: " + ", ".join(f"{name} {kernel}" for name, kernel in kernels.items()),
-        f"target.require_kernels asks for {', '.join(missing)}: pip install {pip_packages(missing)} ({names})"
-        if missing
-        else None,
+        f"the config asks for {', '.join(missing)}: pip install {pip_packages(missing)} ({names})" if missing else None,
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -129,7 +129,8 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = pick_device(config.device)
-    if config.require_kernels and not files.gguf:  # a GGUF holds no linear attention that needs a kernel
+    _restore_kernels()
+    if config.required() and not files.gguf:  # a GGUF holds no linear attention that needs a kernel
         _require_kernels(skeleton(files, config), config)  # before any weight is read
     with load_errors(config):
         if not files.gguf:
@@ -142,6 +143,8 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
             trust_remote_code=config.trust_remote_code,
             **files.arguments(),
         ).eval()
+    if config.kernels == "torch":
+        use_fallbacks(model)
     return Target(model, find_layers(model), model.get_input_embeddings().weight.device, kernels_of(model))
 
 
@@ -249,6 +252,34 @@ def shield_kernels(model: Any) -> None:
             setattr(module, name, torch.compiler.disable(function))
 
 
+REPLACED: dict[tuple[str, str], Any] = {}  # (modelling module, name) → what `use_fallbacks` put aside
+
+
+def use_fallbacks(model: Any) -> None:
+    """Bind the target's exchangeable functions to their torch fallbacks, until a target is loaded again."""
+    for module, name, (package, called) in _bindings(model):
+        if called:
+            REPLACED[module.__name__, name] = getattr(module, name)
+            setattr(module, name, _fallback(inspect.unwrap(getattr(module, name)), package))
+
+
+def _fallback(implementation: Callable[..., Any], package: str) -> Callable[..., Any]:
+    """As transformers binds it where `package`, which offers a kernel, is not installed; `_bindings` reads both."""
+    known = tuple(inspect.signature(implementation).parameters)
+
+    def bound(*arguments: Any, **named: Any) -> Any:
+        assert package  # holds it in the closure
+        return implementation(*arguments, **{key: value for key, value in named.items() if key in known})
+
+    return bound
+
+
+def _restore_kernels() -> None:
+    for (module, name), function in REPLACED.items():
+        setattr(sys.modules[module], name, function)
+    REPLACED.clear()
+
+
 def fallbacks(model: Any, required: Sequence[str]) -> dict[str, list[str]]:
     """Package → the target's functions that it offers and that would run on the torch fallback instead."""
     found: dict[str, list[str]] = {}
@@ -263,13 +294,13 @@ def pip_packages(packages: Iterable[str]) -> str:
 
 
 def _require_kernels(model: Any, config: TargetConfig) -> None:
-    missing = fallbacks(model, config.require_kernels)
+    missing = fallbacks(model, config.required())
     if missing:
         functions = ", ".join(name for names in missing.values() for name in names)
         raise UserError(
-            f"{config.model}: {functions} would run on the torch fallback, but target.require_kernels asks for "
+            f"{config.model}: {functions} would run on the torch fallback, but the config asks for "
             f"{', '.join(missing)}\ninstall what is missing (pip install {pip_packages(missing)}) "
-            "or set target.require_kernels: []"
+            "or set target.require_kernels: [] and target.kernels: auto"
         )
 
 

@@ -447,6 +447,8 @@ def test_required_kernels_that_would_fall_back_stop_the_run_before_any_weight_is
     config = load_config(path, ["target.require_kernels=[fla, causal_conv1d]"])
     with pytest.raises(UserError, match="pip install causal-conv1d flash-linear-attention"):
         quiet(config)
+    with pytest.raises(UserError, match=r"\(pip install flash-linear-attention\)"):
+        quiet(load_config(path, ["target.kernels=fla"]))
 
 
 def test_the_manifest_says_which_kernels_ran(tiny, tiny_hybrid):
