@@ -52,7 +52,7 @@ def test_speculators_ids_that_hold_the_last_layer(tiny, tmp_path):
 
 def test_speculators_ids_that_hold_the_embedding(tiny, tmp_path):
     raw = speculators_json(tiny.raw, aux_hidden_state_layer_ids=[0, 3])
-    assert "target_layer_ids [-1, 2] are not layers" in error(
+    assert "target_layer_ids is [-1, 2], not layers" in error(
         read_config, spec(save_drafter(tmp_path / "d", raw, {"x": torch.ones(1)}))
     )
 

@@ -69,10 +69,10 @@ def check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
         "rms_norm_eps": config.rms_norm_eps,
         "input_embedding_scale": config.input_embedding_scale,
         "output_multiplier": config.output_multiplier,
-        "rope_theta": config.rope_parameters.get("rope_theta") or 1e4,
+        "rope_theta": config.rope_parameters.get("rope_theta"),
     }
     for key, value in reals.items():
-        if not _real(value) or value <= 0:
+        if not (_real(value) and value > 0) and (key, value) != ("rope_theta", None):
             refuse(key, value, "not a number above 0")
     cap = config.final_logit_softcapping
     if cap is not None and not (_real(cap) and cap >= 0):
@@ -89,8 +89,8 @@ def check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
     reduced = config.draft_vocab_size
     if reduced is not None and not _whole(reduced, 1, config.vocab_size):
         refuse("draft_vocab_size", reduced, f"no part of the vocabulary of {config.vocab_size}")
-    if config.selector_top_k > config.vocab_size:
-        refuse("selector_top_k", config.selector_top_k, f"more than the vocabulary of {config.vocab_size}")
+    if config.selector_top_k > (reduced or config.vocab_size):
+        refuse("selector_top_k", config.selector_top_k, f"more than the vocabulary of {reduced or config.vocab_size}")
 
 
 def mend(spec: DrafterSpec, key: str) -> str:
