@@ -65,7 +65,7 @@ def check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
     for window in config.windows:
         if window is not None and not _whole(window, 1):
             refuse("sliding_window", window, "not a whole number from 1 up")
-    reals = {
+    reals: dict[str, Any] = {
         "rms_norm_eps": config.rms_norm_eps,
         "input_embedding_scale": config.input_embedding_scale,
         "output_multiplier": config.output_multiplier,
