@@ -232,6 +232,7 @@ class ShardWriter:
     ) -> None:
         """dtype: of the states as stored, a key of STORED."""
         self.path = path
+        self.dtype = dtype
         self.aside = path.with_name(f".{path.name}.tmp")
         self.samples = samples
         self.offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
@@ -274,8 +275,8 @@ class ShardWriter:
                 data, place = data[written:], place + written
 
     def write_hidden(self, index: int, layer: int, states: Tensor) -> None:
-        """states: [len(sample), hidden] of sample `index` of the shard, in the shard's dtype, on the CPU."""
-        self.write(int(self.offsets[index]), {f"hidden/{layer}": states})
+        """states: [len(sample), hidden] of sample `index` of the shard, floating point, on the CPU."""
+        self.write(int(self.offsets[index]), state_columns(layer, states, self.dtype))
 
     def write_stats(self, index: int, argmax: NDArray[np.int32], logprob: NDArray[np.float32]) -> None:
         """Both [completion tokens]: of the token after each position from the prompt's last one on."""
@@ -305,6 +306,17 @@ class ShardWriter:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+
+def state_columns(layer: int, states: Tensor, stored: str) -> dict[str, Tensor]:
+    """A layer's states [tokens, hidden] as a shard keeps them. stored: a key of STORED.
+
+    float8 has its bits in `hidden/<layer>` and the tokens' scales in `scale/<layer>`.
+    """
+    if stored == "float8":
+        bits, scale = to_float8(states)
+        return {f"hidden/{layer}": bits, f"scale/{layer}": scale}
+    return {f"hidden/{layer}": states.to(DTYPES[stored])}
 
 
 def to_stored(states: Tensor) -> NDArray[Any]:
@@ -527,17 +539,7 @@ class Cache:
             return np.asarray(file["argmax"][start + file["prompt_lengths"][index] - 1 : end - 1])
 
     def greedy_agreement(self) -> float | None:
-        """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""
-        agreed = total = 0
-        for shard in self.manifest.shards:
-            with _open_shard(self.folder / shard.file) as file:
-                if "argmax" not in file:
-                    return None
-                argmax, ids = file["argmax"][:-1], file["input_ids"][1:]
-                inside = argmax >= 0
-                agreed += int((argmax == ids)[inside].sum())
-                total += int(inside.sum())
-        return agreed / total if total else None
+        return greedy_agreement(self.folder, self.manifest.shards)
 
     def head(self) -> tuple[Tensor, Tensor]:
         """The target's input embedding and output head, each [vocabulary, hidden]."""
@@ -556,6 +558,20 @@ class Cache:
         except SafetensorError as error:
             raise UserError(f"{path}: damaged ({error}); extract again with --force") from None
         return embedding, head
+
+
+def greedy_agreement(folder: Path, shards: Sequence[Shard]) -> float | None:
+    """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""
+    agreed = total = 0
+    for shard in shards:
+        with _open_shard(folder / shard.file) as file:
+            if "argmax" not in file:
+                return None
+            argmax, ids = file["argmax"][:-1], file["input_ids"][1:]
+            inside = argmax >= 0
+            agreed += int((argmax == ids)[inside].sum())
+            total += int(inside.sum())
+    return agreed / total if total else None
 
 
 @contextmanager

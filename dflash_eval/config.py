@@ -137,8 +137,9 @@ class ServerConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     concurrency: Count = 8
     """Requests under way at once."""
-    retries: Index = 3
-    """Of a request that met 429, 5xx, a timeout, a dropped connection or a damaged answer."""
+    retries: Index = 6
+    """Of a request that met 429, 5xx, a timeout, a dropped connection or a damaged answer. With six, and a wait that
+    doubles from 1 s, a server may be gone for a minute; where one request in five fails, one in 80,000 is given up."""
 
 
 class CompletionsConfig(Section):
@@ -273,6 +274,10 @@ class Config(Section):
         if not self.extract.layers and not self.extract.extra_layers:
             raise _problem("must not be empty", "extract", "layers")
         return self
+
+    def states_dtype(self) -> str:
+        """What a cache's states are read as; stored they are smaller where extract.store is float8."""
+        return "bfloat16" if self.extract.store == "bfloat16" else self.target.dtype
 
     def cache_settings(self) -> dict[str, Any]:
         """What a cache must agree with this config on, as far as the config alone tells."""

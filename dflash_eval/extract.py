@@ -143,7 +143,7 @@ def _new_manifest(
         layers=layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        dtype="bfloat16" if config.extract.store == "bfloat16" else config.target.dtype,
+        dtype=config.states_dtype(),
         target_stats=config.extract.target_stats,
         batch_tokens=config.extract.max_batch_tokens,
         shard_bytes=config.extract.shard_bytes,

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_eval.cache import write_atomically
+from dflash_eval.prompts import prompt_id
 
 REFERENCE = "reference"  # what stands in a table where a candidate's gap to it stands
 
@@ -62,7 +63,8 @@ def markdown(results: dict[str, Any]) -> str:
     parts += ["## Provenance", "```json\n" + json.dumps(_provenance(results), indent=2, ensure_ascii=False) + "\n```"]
     parts += [
         "τ is the mean over prompts of each prompt's mean acceptance length; τ micro is committed tokens / cycles over "
-        "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt."
+        "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt; the turns "
+        "of a conversation, each a sample, are one prompt there."
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -164,7 +166,9 @@ def _failed(results: dict[str, Any]) -> list[str]:
 def _headline(results: dict[str, Any]) -> str:
     cache = results["cache"]
     agreement = cache["greedy_agreement"]
-    text = f"{cache['target']}: {cache['samples']} prompts, {cache['completion_tokens']:,} completion tokens"
+    samples, prompts = cache["samples"], len({prompt_id(sample["id"]) for sample in results["drafters"][0]["samples"]})
+    counted = f"{prompts} prompts" + (f" ({samples} turns)" if samples != prompts else "")
+    text = f"{cache['target']}: {counted}, {cache['completion_tokens']:,} completion tokens"
     empty = sum(not sample["acceptance_lengths"] for sample in results["drafters"][0]["samples"])
     if empty:
         text += f" ({empty} of the completions have 0 or 1 tokens and no cycle)"

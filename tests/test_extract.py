@@ -428,6 +428,8 @@ def test_conversations_are_answered_turn_by_turn_and_every_turn_is_a_sample(tiny
     assert [(c["category"], c["samples"]) for c in drafter["categories"]] == [("chat", 2), (None, 4)]
     means = [np.mean(s["acceptance_lengths"]) for s in drafter["samples"] if s["category"] == "chat"]
     assert drafter["categories"][0]["tau"] == pytest.approx(np.mean(means))
+    assert drafter["categories"][0]["tau_ci95"] is None  # two turns, but one conversation
+    assert drafter["categories"][1]["tau_ci95"] is not None
     said = [{"id": sample.id, "completion_ids": sample.completion_ids} for sample in cache.samples]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
     completions = {"source": "file", "file": str(tmp_path / "said.jsonl"), "max_new_tokens": 12}
