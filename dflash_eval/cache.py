@@ -130,8 +130,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         number = next((code for code in NO_ROOM if f"errno = {code}" in str(error)), error.errno)  # h5py's are text
         if number in NO_ROOM:
+            detail = "" if number == errno.ENOSPC else f" ({os.strerror(number)})"
             raise UserError(
-                f"{folder}: no space left on the disk ({os.strerror(number)}); finished shards are kept\n"
+                f"{folder}: no space left on the disk{detail}; finished shards are kept\n"
                 "free some space and run the same command to resume"
             ) from None
         if number in NOT_WRITABLE:
@@ -260,11 +261,14 @@ class ShardWriter:
         that cannot be closed takes the process down with it.
         """
         texts = sum(len(sample.id.encode()) + 40 for sample in self.samples)
-        with open(self.aside, "wb") as handle:
-            handle.write(bytes(DESCRIBING_BYTES + texts + 4 * int(self.offsets[-1])))
-            handle.flush()
-            os.fsync(handle.fileno())
-            handle.truncate(DESCRIBING_BYTES + texts + token_size * int(self.offsets[-1]))
+        try:
+            with open(self.aside, "wb", buffering=0) as handle:
+                handle.write(bytes(DESCRIBING_BYTES + texts + 4 * int(self.offsets[-1])))
+                os.fsync(handle.fileno())
+                handle.truncate(DESCRIBING_BYTES + texts + token_size * int(self.offsets[-1]))
+        except OSError:
+            self.aside.unlink(missing_ok=True)
+            raise
 
     def _set_aside(
         self, file: h5py.File, name: str, width: int | None, kind: Any, fillvalue: Any = None

@@ -427,6 +427,7 @@ def test_a_file_that_may_not_grow_is_one_plain_error_and_the_run_resumes(tiny, t
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     assert "no space left on the disk (File too large)" in ended.stderr
+    assert not list((tmp_path / "cache").glob(".states-*"))
     assert Cache(quiet(load_config(path))).samples
 
 
