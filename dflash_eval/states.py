@@ -1,6 +1,6 @@
 """The target's states on their way into shards: it computes while what it computed before is copied and written.
 
-    forward ─► columns on the GPU ─► side stream ─► pinned memory ─► filling thread ─► shard ─► closing thread
+    forward ─► columns on the GPU ─► side stream ─► pinned memory ─► filling thread ─► shard ─► closing threads
 
 Each arrow is one step a batch, whatever the number of samples and layers: the thread that launches the target's
 kernels has next to nothing else to do.
@@ -34,6 +34,7 @@ from dflash_eval.target import Target
 
 SLOTS = 3  # of pinned memory: one is written, one waits, one is being filled
 ALIGNED = 64
+CLOSERS = 3  # shards that are made durable and hashed at once: one thread hashes slower than a large GPU computes
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,22 @@ def write_states(
         times.compiling = compile_layers(target, lambda: list(compute(largest)), say)
     most = max((sum(len(samples[i]) for i in batch) for shard in shards for batch in shard.batches), default=0)
 
+    listing = threading.Lock()
+
     def close(writer: Any) -> None:
-        times.shards.append(writer.close())
-        written(times.shards[-1])
+        shard = writer.close()
+        with listing:
+            times.shards.append(shard)
+            written(shard)
 
     start = time.perf_counter()
     with ExitStack() as stack:
         opened: list[Any] = []
         stack.callback(lambda: [writer.discard() for writer in opened])  # of a shard that is whole it changes nothing
-        closing = stack.enter_context(_Worker())
+        closers = [stack.enter_context(_Worker()) for _ in range(CLOSERS)]
         filling = stack.enter_context(_Worker())
 
-        def fill(writer: Any, first: int, host: dict[str, Tensor], ready: Callable[[], None]) -> None:
+        def fill(writer: Any, closing: _Worker, first: int, host: dict[str, Tensor], ready: Callable[[], None]) -> None:
             waiting = time.perf_counter()
             ready()
             times.writer_idle += time.perf_counter() - waiting
@@ -120,7 +125,8 @@ def write_states(
             closing.do(writer.sync)
 
         ring = _Ring(most * (manifest.token_bytes() + ALIGNED) if target.device.type == "cuda" else 0)
-        for planned in shards:
+        for turn, planned in enumerate(shards):
+            closing = closers[turn % CLOSERS]
             inside = [samples[i] for batch in planned.batches for i in batch]
             writer = open_shard(
                 folder / f"states-{planned.number:05d}.h5",
@@ -131,7 +137,7 @@ def write_states(
             for batch in planned.batches:
                 for rows, columns in compute([samples[i] for i in batch]):
                     tokens = sum(map(len, rows))
-                    filling.do(partial(fill, writer, first, *ring.to_host(columns)))
+                    filling.do(partial(fill, writer, closing, first, *ring.to_host(columns)))
                     first += tokens
                     times.tokens += tokens
                     advance(tokens)
@@ -139,7 +145,8 @@ def write_states(
             if stop.signal is not None:
                 break
         filling.finish()
-        closing.finish()
+        for closing in closers:
+            closing.finish()
         times.target_waited, times.writer_idle = filling.full, times.writer_idle + filling.idle
     times.seconds = time.perf_counter() - start
     return times

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ANCHORS_AT_ONCE = {"cpu": 256, "cuda": 8192}  # a GPU takes as long for 256 as for 5,000
+ANCHORS_AT_ONCE = {"cpu": 512, "cuda": 8192}  # a GPU takes as long for 256 as for 5,000
 NEVER = 1e4  # cost of a token of probability zero: beyond every other prefix, and still a number
 
 
@@ -72,15 +72,17 @@ def _prefix_order(logprobs: Tensor, ranks: Tensor, slots: Tensor, n: int) -> Ten
         logprobs = logprobs.clamp_min(-NEVER)
     width = min(k, n)
     present = (ranks < width) & (torch.arange(depth, device=device) < slots[:, None])
-    present = present.int().cumprod(1).bool()
+    # Before a prefix come all those, of its length or shorter, whose tokens are nowhere less probable than its own.
+    dominated = (ranks.clamp_max(n) + 1).double().cumprod(1).cumsum(1) - 1
+    present = (present & (dominated < n)).int().cumprod(1).bool()
     path = _path_costs(logprobs, ranks).masked_fill(~present, torch.inf)
     sizes = [min(sum(width ** (d + 1) for d in range(s)), 1 << 62) for s in range(depth + 1)]
     everything = torch.tensor(sizes, device=device)[slots]
 
-    # All prefixes up to a cost are listed; the cost is raised until they hold the path or n prefixes. To begin with,
-    # it is one that at most n prefixes of a depth can have: their weights sum to 1 at most.
+    # All prefixes up to a cost are listed; the cost is raised until they hold the path or n prefixes. Up to log n there
+    # are at most n of a depth, whose weights sum to 1 at most, and of all depths seldom more: begin a little higher.
     wanted = path.masked_fill(~present, -torch.inf).amax(1)
-    limit = wanted.clamp_max(math.log(n))
+    limit = wanted.clamp_max(math.log(n) + 1)
     order = torch.full_like(ranks, n)
     pending, most = present[:, 0].nonzero().squeeze(1), 2.0
     while len(pending):
@@ -88,7 +90,7 @@ def _prefix_order(logprobs: Tensor, ranks: Tensor, slots: Tensor, n: int) -> Ten
         done = (limit[pending] >= wanted[pending]) | (count >= torch.clamp_max(everything[pending], n))
         order[pending[done]] = found[done]
         pending, count = pending[~done], count[~done]
-        limit[pending] += (n / count.clamp_min(1)).log().clamp(0.2, most)
+        limit[pending] += (1.5 * (n / count.clamp_min(1)).log()).clamp(0.2, most)
         limit = torch.minimum(limit, wanted)
         most *= 2
     return order
@@ -118,7 +120,6 @@ def _count_before(
     stairs = torch.cat([path, path.new_full((len(rows), columns - depth), torch.inf)], 1).flatten()
     cheaper = torch.zeros(len(rows) * columns, dtype=torch.int64, device=device)
     equal = torch.zeros(len(rows), depth, dtype=torch.int64, device=device)
-    count = torch.zeros(len(rows), dtype=torch.int64, device=device)
 
     # One depth's prefixes, by anchor (the index into `rows`), within an anchor by their tokens' ranks, slot by slot.
     anchor = torch.arange(len(rows), device=device)
@@ -127,16 +128,16 @@ def _count_before(
     for d in range(depth):
         row = (rows * depth + d) * k
         nearest = torch.where(d < slots, flat[row].double(), -torch.inf)
-        alive = cost - nearest[anchor] <= limit[anchor]
+        alive = cost - nearest.index_select(0, anchor) <= limit.index_select(0, anchor)
         parents = alive.nonzero().squeeze(1)
         if not len(parents):
             break
-        anchor, cost = anchor[parents], cost[parents]
-        begin, room = row[anchor], limit[anchor]
+        anchor, cost = anchor.index_select(0, parents), cost.index_select(0, parents)
+        begin, room = row.index_select(0, anchor), limit.index_select(0, anchor)
         children = torch.ones_like(parents)
         for step in _halves(width):
             more = (children + (step - 1)).clamp_max(width - 1)
-            fits = (cost - flat[begin + more].double() <= room) & (children + step <= width)
+            fits = (cost - flat.index_select(0, begin + more).double() <= room) & (children + step <= width)
             children += step * fits
         start = children.cumsum(0) - children
 
@@ -144,21 +145,20 @@ def _count_before(
         listed = (on_path >= 0) & alive[on_path] & (ranks[:, d] < children[at])
         on_path = torch.where(listed, start[at] + ranks[:, d], -1)
         parent = torch.repeat_interleave(children)
-        index = torch.arange(len(parent), device=device) + (begin - start)[parent]
-        cost = cost[parent] - flat[index].double()
-        anchor = anchor[parent]
+        index = torch.arange(len(parent), device=device) + (begin - start).index_select(0, parent)
+        cost = cost.index_select(0, parent) - flat.index_select(0, index).double()
+        anchor = anchor.index_select(0, parent)
         if prune:
             kept = _cheapest(anchor, cost, limit, n)
             on_path = torch.where((on_path >= 0) & kept[on_path], kept.cumsum(0)[on_path] - 1, -1)
             anchor, cost = anchor[kept], cost[kept]
-        count += torch.bincount(anchor, minlength=len(rows))
 
-        above = anchor * columns  # the first prefix of the path that costs more than this one
+        first = anchor * columns
+        above = first.clone()  # the first prefix of the path that costs more than this one
         for step in _halves(columns):
-            above += step * (stairs[above + (step - 1)] <= cost)
+            above += step * (stairs.index_select(0, above + (step - 1)) <= cost)
         cheaper += torch.bincount(above, minlength=len(cheaper))
-        ties = stairs[above - 1] == cost
-        ties &= above > anchor * columns
+        ties = (stairs.index_select(0, (above - 1).clamp_min(0)) == cost) & (above > first)
         own = on_path[on_path >= 0]
         ties[own] = above[own] > anchor[own] * columns + d + 1
         ties = ties.nonzero().squeeze(1)
@@ -166,8 +166,9 @@ def _count_before(
             owner, later = anchor[ties], torch.arange(depth, device=device)
             before = (d < later) | ((d == later) & (ties < on_path[owner])[:, None])
             equal.index_add_(0, owner, ((path[owner] == cost[ties, None]) & before).long())
-    before = cheaper.view(-1, columns).cumsum(1)[:, :depth] + equal
-    return before.clamp_max(n).masked_fill(path > limit[:, None], n), count
+    cheaper = cheaper.view(-1, columns).cumsum(1)
+    before = (cheaper[:, :depth] + equal).clamp_max(n)
+    return before.masked_fill(path > limit[:, None], n), cheaper[:, -1]
 
 
 def _halves(size: int) -> list[int]:
