@@ -35,6 +35,9 @@ AGAIN = "extract again with --force (the completions are kept)"
 SHARD_NAME = re.compile(r"states-\d{5}\.h5")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32, "float8": np.uint8}
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EIO)
+DESCRIBING_BYTES = 1 << 16  # what HDF5 writes about the datasets, and to spare
 FLOAT8_MAX = 448.0  # the largest e4m3 number
 
 
@@ -124,14 +127,15 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC or "No space left" in str(error) or "errno = 28" in str(error)
-        if full:
+        number = next((code for code in NO_ROOM if f"errno = {code}" in str(error)), error.errno)  # h5py's are text
+        if number in NO_ROOM:
+            detail = "" if number == errno.ENOSPC else f" ({os.strerror(number)})"
             raise UserError(
-                f"{folder}: no space left on the disk; finished shards are kept\n"
+                f"{folder}: no space left on the disk{detail}; finished shards are kept\n"
                 "free some space and run the same command to resume"
             ) from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EDQUOT):
-            raise UserError(f"{folder}: not writable ({os.strerror(error.errno)})") from None
+        if number in NOT_WRITABLE:
+            raise UserError(f"{error.filename or folder}: not writable ({os.strerror(number)})") from None
         raise
 
 
@@ -237,6 +241,7 @@ class ShardWriter:
         self.samples = samples
         self.offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
         self._places: dict[str, int] = {}  # dataset → where its bytes begin
+        self._try_room(token_bytes(len(layers), hidden, dtype, stats))
         with h5py.File(self.aside, "w", libver="latest") as file:
             file["sample_ids"] = np.array([sample.id for sample in samples], dtype=h5py.string_dtype())
             file["offsets"] = self.offsets
@@ -250,6 +255,20 @@ class ShardWriter:
                 self._set_aside(file, "argmax", None, np.int32, fillvalue=-1)
                 self._set_aside(file, "logprob", None, np.float32, fillvalue=np.nan)
         self._file = os.open(self.aside, os.O_WRONLY)
+
+    def _try_room(self, token_size: int) -> None:
+        """Raises OSError where the disk does not take what HDF5 will write, and the file's full length: an HDF5 file
+        that cannot be closed takes the process down with it.
+        """
+        texts = sum(len(sample.id.encode()) + 40 for sample in self.samples)
+        try:
+            with open(self.aside, "wb", buffering=0) as handle:
+                handle.write(bytes(DESCRIBING_BYTES + texts + 4 * int(self.offsets[-1])))
+                os.fsync(handle.fileno())
+                handle.truncate(DESCRIBING_BYTES + texts + token_size * int(self.offsets[-1]))
+        except OSError:
+            self.aside.unlink(missing_ok=True)
+            raise
 
     def _set_aside(
         self, file: h5py.File, name: str, width: int | None, kind: Any, fillvalue: Any = None

@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dflash_eval.acceptance.statistics import bootstrap_interval, prompt_means, tau
+from dflash_eval.acceptance.statistics import bootstrap_interval, sample_means, tau
 from dflash_eval.cache import Cache
 from dflash_eval.config import Config
 from dflash_eval.errors import RunError, UserError
 from dflash_eval.evaluate import judge_drafters
 from dflash_eval.progress import progress
+from dflash_eval.prompts import prompt_id
 
 ROWS = 2048  # tokens of a layer that are compared at once
 COLUMNS = 64  # positions are told apart by the so many-th part of the longest sequence
@@ -263,16 +264,19 @@ def _drafters(
     for cache in (a, b):
         cache.samples = [sample for sample in cache.samples if sample.id in kept]
         sides.append({entry["name"]: entry for entry in judge_drafters(config, cache, {})})
+    prompts = [prompt_id(sample.id) for sample in shared]
     found = []
     for name in [name for name in sides[0] if name in sides[1]]:
         lengths = [{sample["id"]: sample["acceptance_lengths"] for sample in side[name]["samples"]} for side in sides]
-        means = [prompt_means([side[sample.id] for sample in shared]) for side in lengths]
+        means = [sample_means([side[sample.id] for sample in shared]) for side in lengths]
         one, two = (tau(side) for side in means)
         found.append({
             "name": name,
             "tau": [one, two],
             "difference": None if one is None or two is None else two - one,
-            "difference_ci95": bootstrap_interval(means[1] - means[0], config.evaluate.bootstrap, config.evaluate.seed),
+            "difference_ci95": bootstrap_interval(
+                means[1] - means[0], config.evaluate.bootstrap, config.evaluate.seed, prompts
+            ),
             "cycles": [sum(len(chain) for chain in side.values()) for side in lengths],
             "cycles_that_differ": None if common_prefix else sum(
                 _different_cycles(lengths[0][sample.id], lengths[1][sample.id]) for sample in shared
