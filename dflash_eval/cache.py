@@ -262,8 +262,9 @@ class ShardWriter:
         """
         texts = sum(len(sample.id.encode()) + 40 for sample in self.samples)
         try:
-            with open(self.aside, "wb", buffering=0) as handle:
+            with open(self.aside, "wb") as handle:
                 handle.write(bytes(DESCRIBING_BYTES + texts + 4 * int(self.offsets[-1])))
+                handle.flush()
                 os.fsync(handle.fileno())
                 handle.truncate(DESCRIBING_BYTES + texts + token_size * int(self.offsets[-1]))
         except OSError:

@@ -414,7 +414,9 @@ def test_a_disk_that_fills_keeps_the_finished_shards_and_resumes(tiny, tmp_path,
     monkeypatch.setattr(cachefile.ShardWriter, "close", full)
     with pytest.raises(UserError, match="no space left"):
         quiet(config)
-    assert [path.name for path in sorted(config.cache_dir.glob("*.h5"))] == ["states-00000.h5", "states-00001.h5"]
+    kept = {path.name for path in config.cache_dir.glob("*.h5")}  # beside them what was being closed at that moment
+    assert {"states-00000.h5", "states-00001.h5"} <= kept
+    assert "states-00002.h5" not in kept
     monkeypatch.undo()
     assert len(Cache(quiet(config)).manifest.shards) > 3
 
