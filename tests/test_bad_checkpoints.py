@@ -118,6 +118,25 @@ def test_whatever_a_config_holds_the_error_is_a_plain_one(folder, value):
             assert drafter.logits(hidden, torch.ones(VOCABULARY, 32)).isfinite().all(), key
 
 
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "spiral"}, "makes no RoPE of it"),
+        ({"rope_type": "yarn", "partial_rotary_factor": 0.5, "rope_theta": 1e4, "factor": 2.0}, "frequencies"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0}, "finite"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": float("nan")}, "rope_parameters"),
+        ({"rope_type": "yarn", "rope_theta": 1e4}, "factor"),
+        ({"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}, "each kind of layer"),
+    ],
+)
+def test_a_rope_that_no_drafter_can_have_is_named(folder, rope, message):
+    """Nothing falls back to another base, and no frequency is infinite."""
+    (folder / "config.json").write_text(json.dumps(drafter_json(rope_parameters=rope)))
+    said = error(read_config, spec(folder))
+    assert "config.json: rope_parameters" in said
+    assert message in said
+
+
 @pytest.mark.parametrize("key", ["speculators_config", "transformer_layer_config", "rope_parameters", "architectures"])
 def test_a_section_of_another_kind_is_named(folder, key):
     (folder / "config.json").write_text(json.dumps(drafter_json(**{key: "x"})))
@@ -383,7 +402,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
-@pytest.mark.parametrize("kind", ["safetensors"])
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
 def test_loading_takes_little_more_memory_than_the_checkpoint_is_large(tmp_path, kind):
     raw = drafter_json(hidden_size=1024, intermediate_size=8192, num_hidden_layers=5, layer_types=None)
     folder = save_drafter(tmp_path / "d", raw, {"x": torch.ones(1)})

@@ -259,7 +259,6 @@ def test_layer_types_that_contradict_the_rest_are_named(tmp_path, change, named)
     "change",
     [
         {"hidden_act": "swoosh"},
-        {"rope_parameters": {"rope_type": "spiral"}},
         {"hidden_size": 1 << 30},
     ],
 )

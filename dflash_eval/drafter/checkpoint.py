@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_eval.config import DrafterSpec
-from dflash_eval.drafter.checks import check_shape, check_values, mend
+from dflash_eval.drafter.checks import check_rope, check_shape, check_values, mend
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.fit import check_fit, compare_weights
 from dflash_eval.drafter.formats import ARCHITECTURES, normalise
@@ -49,6 +49,7 @@ def read_config(spec: DrafterSpec) -> DrafterConfig:
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path}: {error}") from None
     check_values(path, spec, config)
+    check_rope(path, spec, config)
     return config
 
 

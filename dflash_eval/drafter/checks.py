@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_eval.config import DrafterOverrides, DrafterSpec
 from dflash_eval.drafter.config import DrafterConfig
-from dflash_eval.errors import UserError
+from dflash_eval.drafter.model import rotary_embedding
+from dflash_eval.errors import UserError, reason
 
 MOST_LAYERS = 1000
 MOST_SLOTS = 4096
@@ -91,6 +92,27 @@ def check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
         refuse("draft_vocab_size", reduced, f"no part of the vocabulary of {config.vocab_size}")
     if config.selector_top_k > (reduced or config.vocab_size):
         refuse("selector_top_k", config.selector_top_k, f"more than the vocabulary of {reduced or config.vocab_size}")
+
+
+def check_rope(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
+    """Raises UserError for rope_parameters that give no frequency, or not one for each pair of a head's dimensions."""
+    rope = config.rope_parameters
+
+    def refuse(what: str) -> None:
+        raise UserError(f"{path}: rope_parameters {short(rope)}: {what}\n{mend(spec, 'rope_parameters')}")
+
+    if any(isinstance(value, dict) for value in rope.values()):
+        refuse("one RoPE for each kind of layer, and all layers of a drafter have the same")
+    try:
+        frequencies = next(rotary_embedding(config).buffers())
+    except Exception as error:  # transformers', of whatever a kind of RoPE lacks
+        refuse(f"transformers makes no RoPE of it ({type(error).__name__}: {reason(error)})")
+    if frequencies.shape != (config.head_dim // 2,):
+        refuse(
+            f"{frequencies.numel()} frequencies, a head of {config.head_dim} dimensions needs {config.head_dim // 2}"
+        )
+    if not frequencies.isfinite().all():
+        refuse("its frequencies are not finite")
 
 
 def mend(spec: DrafterSpec, key: str) -> str:
