@@ -23,8 +23,8 @@ from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.diagnosis import counterfactuals as cf
 from dflash_eval.diagnosis.counterfactuals import Counterfactual, Untested
 from dflash_eval.diagnosis.excerpts import Excerpts
-from dflash_eval.diagnosis.reading import Reading
 from dflash_eval.diagnosis.ranking import RULE, compare
+from dflash_eval.diagnosis.reading import Reading
 from dflash_eval.diagnosis.report import markdown
 from dflash_eval.diagnosis.symptoms import fc_shares, slot_numbers, symptoms, weight_symptoms
 from dflash_eval.diagnosis.target_facts import TargetFacts, target_facts

@@ -55,28 +55,8 @@ def _evaluate(config: Config) -> dict[str, Any]:
         raise UserError("no drafters to evaluate: list them under drafters in the config")
     ranks.from_first(lambda: check_writable(config.results_dir))
     cache = ranks.in_turn(lambda: fitting_cache(config))
-    device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
     failures: Failures = {}
-    drafters, weights = ranks.in_turn(lambda: _checked(config, cache.manifest, failures))
-    shared = Counter(layer for _, drafter in drafters for layer in set(drafter.target_layer_ids))
-    cache.hold([layer for layer, users in shared.items() if users > 1], free_bytes(torch.device("cpu")) // 4)
-    embedding, lm_head = cache.head()
-    # The embedding stays as it is stored: of a large vocabulary few rows are looked up, and they are cast then.
-    embedding, lm_head = embedding.to(device), lm_head.to(device, dtype)
-
-    part = cache.part(ranks.rank(), ranks.size())
-
-    def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> Walked:
-        drafter = load_drafter(spec, drafter_config, device, dtype)
-        return walk_samples(drafter, part, embedding, lm_head, config.evaluate, advance)
-
-    own = _side_by_side(judge, drafters, part, _workers(len(drafters), weights * dtype.itemsize, device), failures)
-    walked = _from_all_ranks(own, len(cache.samples), failures)
-    judged = [
-        summarise(spec, drafter_config, cache.samples, *walked[spec.name], config.evaluate)
-        for spec, drafter_config in drafters
-        if spec.name in walked
-    ]
+    judged = judge_drafters(config, cache, failures)
     results = {
         "schema_version": 1,
         "name": config.name,
@@ -97,7 +77,7 @@ def _evaluate(config: Config) -> dict[str, Any]:
         ],
         "comparisons": compare(judged, config.evaluate),
         "provenance": {
-            "device": device_name(device),
+            "device": device_name(pick_device(config.evaluate.device)),
             "dtype": config.evaluate.dtype,
             "software": software(),
             "bootstrap": config.evaluate.bootstrap,
@@ -106,6 +86,38 @@ def _evaluate(config: Config) -> dict[str, Any]:
     }
     ranks.from_first(lambda: write_report(results, config.results_dir))
     return results
+
+
+def judge_drafters(config: Config, cache: Cache, failures: Failures) -> list[dict[str, Any]]:
+    """The entries in the results of the config's drafters, judged from `cache`, whichever config it was made with.
+
+    One that fails is noted in `failures` instead; raises the first one's error when all do.
+    """
+    if config.evaluate.width > cache.manifest.vocab_size:
+        raise UserError(
+            f"evaluate.width {config.evaluate.width} is above the vocabulary of {cache.manifest.vocab_size}"
+        )
+    device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
+    drafters, weights = ranks.in_turn(lambda: _checked(config, cache.manifest, failures))
+    shared = Counter(layer for _, drafter in drafters for layer in set(drafter.target_layer_ids))
+    cache.hold([layer for layer, users in shared.items() if users > 1], free_bytes(torch.device("cpu")) // 4)
+    embedding, lm_head = cache.head()
+    # The embedding stays as it is stored: of a large vocabulary few rows are looked up, and they are cast then.
+    embedding, lm_head = embedding.to(device), lm_head.to(device, dtype)
+
+    part = cache.part(ranks.rank(), ranks.size())
+
+    def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> Walked:
+        drafter = load_drafter(spec, drafter_config, device, dtype)
+        return walk_samples(drafter, part, embedding, lm_head, config.evaluate, advance)
+
+    own = _side_by_side(judge, drafters, part, _workers(len(drafters), weights * dtype.itemsize, device), failures)
+    walked = _from_all_ranks(own, len(cache.samples), failures)
+    return [
+        summarise(spec, drafter_config, cache.samples, *walked[spec.name], config.evaluate)
+        for spec, drafter_config in drafters
+        if spec.name in walked
+    ]
 
 
 def fitting_cache(config: Config) -> Cache:
@@ -138,7 +150,7 @@ def _from_all_ranks(own: dict[str, Walked], samples: int, failures: Failures) ->
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder. Raises UserError where nothing can be written there."""
+    """Make the folder of results; raises UserError where nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -153,10 +165,6 @@ def _check_cache(cache: Cache, config: Config) -> None:
         raise UserError(
             f"{cache.folder} is the cache of something else: {different[0]}\n"
             "point cache_dir at the right cache, or extract again under another name"
-        )
-    if config.evaluate.width > cache.manifest.vocab_size:
-        raise UserError(
-            f"evaluate.width {config.evaluate.width} is above the vocabulary of {cache.manifest.vocab_size}"
         )
 
 

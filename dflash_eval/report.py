@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_eval.cache import write_atomically
+from dflash_eval.prompts import prompt_id
 
 REFERENCE = "reference"  # what stands in a table where a candidate's gap to it stands
 
@@ -25,17 +26,18 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 def print_report(results: dict[str, Any], console: Console) -> None:
     """The summary, fit for 80 columns: long names fold, numbers never do."""
     console.print(_headline(results), highlight=False, markup=False)
-    _print_table(console, *_main_table(results))
+    print_table(console, *_main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
-    _print_table(console, *_budget_table(results))
+    print_table(console, *_budget_table(results))
     if categories := _category_table(results, intervals=False):
         console.print("τ by category", highlight=False)
-        _print_table(console, *categories)
+        print_table(console, *categories)
     for line in (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results)):
         console.print(line, highlight=False, markup=False)
 
 
-def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> None:
+def print_table(console: Console, header: list[str], rows: list[list[str]]) -> None:
+    """Fit for the console's width; a row with `REFERENCE` in it is bold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(header[0], overflow="fold", min_width=9)
     for title in header[1:]:
@@ -47,21 +49,22 @@ def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> 
 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
-    parts = [f"# {results['name']}", _headline(results), _markdown_table(*_main_table(results))]
+    parts = [f"# {results['name']}", _headline(results), markdown_table(*_main_table(results))]
     lines = (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results))
     parts += [f"- {line}" for line in lines]
     if categories := _category_table(results, intervals=True):
-        parts += ["## τ by category", _markdown_table(*categories)]
-    parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*_budget_table(results))]
+        parts += ["## τ by category", markdown_table(*categories)]
+    parts += ["## DDTree: τ by budget (nodes under the root)", markdown_table(*_budget_table(results))]
     parts += [
         "## Position acceptance (share of cycles that accept at least i drafts)",
-        _markdown_table(*_slot_table(results)),
+        markdown_table(*_slot_table(results)),
     ]
-    parts += ["## τ by prompt", _markdown_table(*_prompt_table(results))]
+    parts += ["## τ by prompt", markdown_table(*_prompt_table(results))]
     parts += ["## Provenance", "```json\n" + json.dumps(_provenance(results), indent=2, ensure_ascii=False) + "\n```"]
     parts += [
         "τ is the mean over prompts of each prompt's mean acceptance length; τ micro is committed tokens / cycles over "
-        "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt."
+        "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt; the turns "
+        "of a conversation, each a sample, are one prompt there."
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -163,7 +166,9 @@ def _failed(results: dict[str, Any]) -> list[str]:
 def _headline(results: dict[str, Any]) -> str:
     cache = results["cache"]
     agreement = cache["greedy_agreement"]
-    text = f"{cache['target']}: {cache['samples']} prompts, {cache['completion_tokens']:,} completion tokens"
+    samples, prompts = cache["samples"], len({prompt_id(sample["id"]) for sample in results["drafters"][0]["samples"]})
+    counted = f"{prompts} prompts" + (f" ({samples} turns)" if samples != prompts else "")
+    text = f"{cache['target']}: {counted}, {cache['completion_tokens']:,} completion tokens"
     empty = sum(not sample["acceptance_lengths"] for sample in results["drafters"][0]["samples"])
     if empty:
         text += f" ({empty} of the completions have 0 or 1 tokens and no cycle)"
@@ -237,7 +242,7 @@ def _provenance(results: dict[str, Any]) -> dict[str, Any]:
     return {"cache": results["cache"], "evaluation": results["provenance"], "drafters": drafters}
 
 
-def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
     lines.insert(1, "| --- |" + " ---: |" * (len(header) - 1))
     return "\n".join(lines)

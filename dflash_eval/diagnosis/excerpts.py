@@ -37,9 +37,10 @@ class Excerpts(Cache):
             states = cache.features(sample.id, layers)[: len(sample)].unflatten(-1, (len(layers), -1))
             self._states[sample.id] = dict(zip(layers, states.unbind(1), strict=True))
 
-    def features(self, sample_id: str, layers: Sequence[int]) -> Tensor:
-        length = self._lengths[sample_id]
-        return torch.cat([self._states[sample_id][layer][:length] for layer in layers], dim=-1)
+    def features(self, sample_id: str, layers: Sequence[int], positions: slice | None = None) -> Tensor:
+        states, length = self._states[sample_id], self._lengths[sample_id]
+        whole = torch.cat([states[layer][:length] for layer in layers], dim=-1)
+        return whole if positions is None else whole[positions]
 
     def cut(self, tokens: int) -> Excerpts:
         """The same with the first `tokens` of each stretch."""

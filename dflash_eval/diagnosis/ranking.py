@@ -17,6 +17,7 @@ from dflash_eval.diagnosis.reading import Reading
 from dflash_eval.diagnosis.trial import Trials
 from dflash_eval.errors import RunError, UserError, reason
 from dflash_eval.progress import progress
+from dflash_eval.prompts import prompt_id
 
 LEAST_LOGPROB_GAIN = 0.05  # nats a token
 LEAST_TAU_GAIN = 0.02  # of τ
@@ -70,12 +71,13 @@ def compare(
         finally:
             torch.set_num_threads(threads)
     comparisons = len(good) + tried
+    prompts = [prompt_id(sample.id) for sample in trials.excerpts.samples]
     rows = []
     for (test, gain), means, shortened in zip(good, walks, brief, strict=True):
         if isinstance(means, str):
             untested.append(Untested(test.change, means))
         else:
-            rows.append(_row(test, gain, means, short if shortened else whole, shortened, comparisons, config))
+            rows.append(_row(test, gain, means, short if shortened else whole, shortened, prompts, comparisons, config))
     rows.sort(key=lambda row: (not row["accused"], -row["logprob_difference"]))
     return rows, whole
 
@@ -120,14 +122,15 @@ def _row(
     means: NDArray[np.float64],
     base: NDArray[np.float64],
     brief: bool,
+    prompts: list[str],
     comparisons: int,
     config: Config,
 ) -> dict[str, Any]:
     draws, seed = max(10_000, 500 * comparisons), config.evaluate.seed
     difference, own = means - base, float(np.nanmean(base))
     raised = float(np.nanmean(difference))
-    interval = bootstrap_interval(difference, draws, seed)
-    together = bootstrap_interval(gain, draws, seed, 1 - 0.05 / comparisons)
+    interval = bootstrap_interval(difference, draws, seed, prompts)
+    together = bootstrap_interval(gain, draws, seed, prompts, 1 - 0.05 / comparisons)
     return {
         "kind": test.kind,
         "change": test.change,
@@ -137,9 +140,9 @@ def _row(
         "logprob_difference": float(np.nanmean(gain)),
         "logprob_difference_ci": together,
         "first_tokens": SHORT if brief else None,
-        "prompts": len(means),
+        "prompts": len(set(prompts)),
         "accused": bool(
-            len(means) >= LEAST_PROMPTS
+            len(set(prompts)) >= LEAST_PROMPTS
             and together is not None
             and together[0] > 0
             and np.nanmean(gain) >= LEAST_LOGPROB_GAIN

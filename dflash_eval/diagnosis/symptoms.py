@@ -130,7 +130,8 @@ def symptoms(numbers: dict[str, Any], reference: dict[str, Any] | None) -> list[
     elif fall < 0.35:
         found.append(
             f"accuracy falls steeply, from {first[0]:.0%} at slot 1 to {first[last]:.0%} at slot {last + 1}"
-            f"{theirs['fall']}: the conditioning works, training is weak (too few tokens or steps, other text, slot weights)"
+            f"{theirs['fall']}: the conditioning works, training is weak (too few tokens or steps, "
+            "other text, slot weights)"
         )
     if early(sure) < 0.6 * early("top1") and early(top) > 1.4 * early("top1"):
         found.append(

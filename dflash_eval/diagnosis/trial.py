@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dflash_eval.acceptance.sampling import Sampling
-from dflash_eval.acceptance.statistics import prompt_means
+from dflash_eval.acceptance.statistics import sample_means
 from dflash_eval.acceptance.walks import Accept, replay
 from dflash_eval.config import EvaluateConfig
 from dflash_eval.diagnosis.excerpts import Excerpts
@@ -40,7 +40,7 @@ class Trials:
         for indices, judge in self._judges(reading, self.excerpts if tokens is None else self.excerpts.cut(tokens)):
             starts, ends = [len(sample.prompt_ids) for sample in judge.group], [len(sample) for sample in judge.group]
             walks = replay(starts, ends, 1, _chain_of(judge))
-            means[indices] = prompt_means([own[0].committed for own in walks])
+            means[indices] = sample_means([own[0].committed for own in walks])
         return means
 
     def logprobs(self, reading: Reading) -> NDArray[np.float64]:
