@@ -34,7 +34,7 @@ class Excerpts(Cache):
         self._lengths = {sample.id: len(sample) for sample in self.samples}
         self._states: dict[str, dict[int, Tensor]] = {}
         for sample in self.samples:
-            states = cache.features(sample.id, layers)[: len(sample)].unflatten(-1, (len(layers), -1))
+            states = cache.features(sample.id, layers, slice(0, len(sample))).unflatten(-1, (len(layers), -1))
             self._states[sample.id] = dict(zip(layers, states.unbind(1), strict=True))
 
     def features(self, sample_id: str, layers: Sequence[int], positions: slice | None = None) -> Tensor:
