@@ -103,7 +103,7 @@ def diagnose(config: Config, name: str, config_path: Path) -> dict[str, Any]:
         "rule": RULE,
         "comparisons": len(rows),
         "counterfactuals": rows,
-        "verdicts": [_verdict(row, tau(base)) for row in rows if row["accused"]],
+        "verdicts": _verdicts(rows, tau(base)),
         "symptoms": found,
         "numbers": {"drafter": numbers, "reference": others},
         "fc": shares,
@@ -197,9 +197,17 @@ def _norm_weight(cache: Cache) -> Tensor | None:
         return file.get_tensor("norm.weight") if "norm.weight" in file.keys() else None  # noqa: SIM118
 
 
-def _verdict(row: dict[str, Any], base: float | None) -> str:
+def _verdicts(rows: list[dict[str, Any]], base: float | None) -> list[str]:
+    """The first accused change with its cause, the others in short: a change may help because it undoes a part."""
+    accused = [row for row in rows if row["accused"]]
+    lines = []
+    if accused:
+        row = accused[0]
+        lines.append(f"{_raises(row, base)}. Likely: {row['cause']}. Look at {row['look']}")
+    lines += [f"also helps, but less, perhaps as a part of it: {_raises(row, base)}" for row in accused[1:]]
+    return lines
+
+
+def _raises(row: dict[str, Any], base: float | None) -> str:
     low, high = row["tau_difference_ci95"]
-    return (
-        f"{row['change']}: τ {base:.2f} → {row['tau']:.2f} ({row['tau_difference']:+.2f} [{low:+.2f}, {high:+.2f}]). "
-        f"Likely: {row['cause']}. Look at {row['look']}"
-    )
+    return f"{row['change']}: τ {base:.2f} → {row['tau']:.2f} ({row['tau_difference']:+.2f} [{low:+.2f}, {high:+.2f}])"

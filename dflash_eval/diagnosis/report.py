@@ -70,7 +70,11 @@ def _sections(result: dict[str, Any]) -> list[tuple[str, list[str]]]:
         "No single change raises τ beyond noise: what was tried is read as it was trained"
     ]
     sections = [("What is likely wrong", verdicts)]
-    sections.append(("What its numbers and weights say", result["symptoms"] or ["Nothing that stands out"]))
+    symptoms = result["symptoms"] or ["Nothing that stands out"]
+    title = "What its numbers and weights say"
+    if result["verdicts"] and result["symptoms"]:
+        title += " (as configured: mend what is wrong first, then look again)"
+    sections.append((title, symptoms))
     if result["untested"]:
         sections.append(("Not tested", [_untested(entry) for entry in result["untested"]]))
     return sections

@@ -121,10 +121,10 @@ def symptoms(numbers: dict[str, Any], reference: dict[str, Any] | None) -> list[
     low = first[0] < 0.5 and (reference is None or first[0] < 0.75 * reference["top1"][0])
     fall = first[last] / max(first[0], 1e-9)
     if low:
-        shape = "and the next slots hardly lower: " if fall > 0.5 else ": "
+        shape = "low, and the next slots hardly lower" if fall > 0.5 else "low"
         found.append(
             f"slot 1 is right in {first[0]:.0%} of blocks{theirs['slot 1']}, "
-            f"slot {last + 1} in {first[last]:.0%}; a low first slot {shape}the drafter does not get, or cannot use, "
+            f"slot {last + 1} in {first[last]:.0%}: {shape}. The drafter does not get, or cannot use, "
             "the target's features (layers, positions, context, noise on the features). More training does not mend it"
         )
     elif fall < 0.35:
