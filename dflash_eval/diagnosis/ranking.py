@@ -19,6 +19,7 @@ from dflash_eval.errors import RunError, UserError, reason
 from dflash_eval.progress import progress
 from dflash_eval.prompts import prompt_id
 
+ANCHORS = (6, 24)  # of each excerpt: first for every change, then again for those that are not clearly worse
 LEAST_LOGPROB_GAIN = 0.05  # nats a token
 LEAST_TAU_GAIN = 0.02  # of τ
 LEAST_PROMPTS = 5  # fewer agree by chance too often
@@ -49,12 +50,20 @@ def compare(
             with ThreadPoolExecutor(workers) as pool:
                 return list(pool.map(work, over))
 
+        def coarse(reading: Reading) -> NDArray[np.float64]:
+            return trials.logprobs(reading, ANCHORS[0])
+
+        def judged(i: int) -> NDArray[np.float64]:
+            if not brief[i]:
+                good[i] = good[i][0], trials.logprobs(good[i][0].reading, ANCHORS[1]) - finely
+            return trials.tau(good[i][0].reading, SHORT if brief[i] else None)
+
         threads = torch.get_num_threads()
         workers = threads if trials.drafter.fc.weight.device.type == "cpu" else 1
         try:
-            logprobs = trials.logprobs(base)
-            ranked = list(zip(tests, each(lambda test: _or_why(trials.logprobs, test.reading), tests), strict=True))
-            order, tried = _best_order(trials, base, logprobs, each)
+            logprobs, finely = (trials.logprobs(base, anchors) for anchors in ANCHORS)
+            ranked = list(zip(tests, each(lambda test: _or_why(coarse, test.reading), tests), strict=True))
+            order, tried = _best_order(coarse, base, logprobs, each)
             if order is not None:
                 ranked.append(order)
             for test, found in ranked:
@@ -64,10 +73,7 @@ def compare(
             whole, short = each(lambda tokens: trials.tau(base, tokens), [None, SHORT])
 
             brief = [bool(np.nanmean(gain) < -CLEARLY_WORSE) for _, gain in good]
-            walks = each(
-                lambda i: _or_why(lambda reading: trials.tau(reading, SHORT if brief[i] else None), good[i][0].reading),
-                range(len(good)),
-            )
+            walks = each(lambda i: _or_why(judged, i), range(len(good)))
         finally:
             torch.set_num_threads(threads)
     comparisons = len(good) + tried
@@ -82,15 +88,16 @@ def compare(
     return rows, whole
 
 
-def _or_why(function: Callable[[Reading], NDArray[np.float64]], reading: Reading) -> NDArray[np.float64] | str:
+def _or_why(function: Callable[[T], NDArray[np.float64]], of: T) -> NDArray[np.float64] | str:
+    """The function's result, or why there is none."""
     try:
-        return function(reading)
+        return function(of)
     except (UserError, RunError) as error:
         return f"fails: {reason(error)}"
 
 
 def _best_order(
-    trials: Trials,
+    coarse: Callable[[Reading], NDArray[np.float64]],
     base: Reading,
     logprobs: NDArray[np.float64],
     each: Callable[..., list[Any]],
@@ -101,7 +108,7 @@ def _best_order(
     reading, own, tried = base, logprobs, 0
     for _ in range(len(base.config.target_layer_ids)):
         candidates = [other for _, other in orders(reading)]
-        found = each(trials.logprobs, candidates)
+        found = each(coarse, candidates)
         tried += len(candidates)
         if not candidates:
             return None, 0

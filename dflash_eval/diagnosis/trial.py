@@ -20,7 +20,7 @@ from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.drafter.scoring import Scorer
 from dflash_eval.judge import Judge, judges
 
-ANCHORS, SLOTS = 8, 4  # of each excerpt, and of each block, where the text's log-probability is taken
+SLOTS = 4  # of each block, where the text's log-probability is taken
 LEAST_LOGPROB = -20.0  # of a token that the drafter cannot say
 
 
@@ -43,12 +43,12 @@ class Trials:
             means[indices] = sample_means([own[0].committed for own in walks])
         return means
 
-    def logprobs(self, reading: Reading) -> NDArray[np.float64]:
-        """Each excerpt's mean log-probability of the next SLOTS tokens at ANCHORS anchors, [excerpts]."""
+    def logprobs(self, reading: Reading, anchors: int) -> NDArray[np.float64]:
+        """Each excerpt's mean log-probability of the next SLOTS tokens at so many anchors, [excerpts]."""
         means = np.full(len(self.excerpts.samples), np.nan)
         for indices, judge in self._judges(reading, self.excerpts):
-            owners, anchors = some_anchors(judge, ANCHORS)
-            hidden, tokens, _ = judge.draft(owners, anchors)
+            owners, places = some_anchors(judge, anchors)
+            hidden, tokens, _ = judge.draft(owners, places)
             hidden, tokens = hidden[:, :SLOTS], tokens[:, :SLOTS]
             there = tokens >= 0
             own = torch.zeros(tokens.shape, device=tokens.device)
