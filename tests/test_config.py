@@ -199,7 +199,7 @@ def test_a_file_that_is_no_config_is_refused_with_its_line(tmp_path, text, messa
         ("extract.layers", "[1, -2]", 'must be "auto" or a list of layer numbers from 0 up, not [1, -2]'),
         ("extract.layers", "[]", "must not be empty"),
         ("prompts.limit", str(10**20), "must be less than 9223372036854775808, not 100000000000000000000"),
-        ("extract.extra_layers", "[-1]", "must be at least 0, not -1"),
+        ("extract.extra_layers", "[-1]", "or a list of layer numbers from 0 up, not [-1]"),
         ("extract.max_batch_tokens", "0", "must be at least 1, not 0"),
         ("extract.shard_bytes", "0", "must be at least 1, not 0"),
         ("drafters", "{name: a}", 'must be a list, not {"name": "a"}'),
