@@ -76,6 +76,8 @@ def summarise(
                 "id": sample.id,
                 "category": sample.category,
                 "acceptance_lengths": own[0].committed,
+                "rejected_drafts": [None if lost is None else lost[0] for lost in own[0].rejected],
+                "rejected_ranks": [None if lost is None else lost[1] for lost in own[0].rejected],
                 "ddtree_width": own[1].committed,
                 "ddtree_budget": {str(n): own[2 + i].committed for i, n in enumerate(config.budgets)},
             }
