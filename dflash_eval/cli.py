@@ -69,7 +69,7 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     if ranks.rank() > 0:
         sys.exit(1 if results["failed"] else 0)
     print_report(results, Console())
-    typer.echo(f"written: {settings.results_dir}/results.json, report.md", err=True)
+    typer.echo(f"written: {settings.results_dir}/results.json, report.md, report.html", err=True)
     if results["failed"]:
         names = ", ".join(drafter["name"] for drafter in results["failed"])
         raise RunError(f"{len(results['failed'])} of {len(settings.drafters)} drafters failed: {names} (see above)")

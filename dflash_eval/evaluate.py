@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,17 +22,19 @@ from numpy.typing import NDArray
 
 from dflash_eval import ranks
 from dflash_eval.acceptance.walks import Walk
-from dflash_eval.cache import DTYPES, Cache, Manifest, differences
+from dflash_eval.cache import DTYPES, Cache, Manifest, differences, write_atomically
 from dflash_eval.compatible import check_fits
 from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import check_weights, load_drafter, read_config
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.errors import RunError, UserError, reason
+from dflash_eval.html import html_report
 from dflash_eval.judge import walk_samples
-from dflash_eval.machine import device_name, free_bytes, out_of_memory, pick_device, software
+from dflash_eval.machine import commit, device_name, free_bytes, out_of_memory, pick_device, software
 from dflash_eval.progress import bars, say
 from dflash_eval.report import write_report
 from dflash_eval.summary import compare, summarise
+from dflash_eval.texts import piece_decoder
 
 Drafter = tuple[DrafterSpec, DrafterConfig]
 Walked = tuple[list[list[Walk]], NDArray[np.float64] | None]  # what walk_samples gives
@@ -39,7 +42,7 @@ Failures = dict[str, UserError | RunError]  # by the drafter's name
 
 
 def evaluate(config: Config) -> dict[str, Any]:
-    """Judge the config's drafters; writes results.json and report.md to `config.results_dir`, returns the results.
+    """Judge the config's drafters; writes results.json and the reports to `config.results_dir`, returns them.
 
     What can be wrong with config, cache and checkpoints is looked for before the first draft is made. A drafter that
     fails, then or later, is said at once and stands under "failed" in the results; the others are judged all the
@@ -96,16 +99,26 @@ def _evaluate(config: Config) -> dict[str, Any]:
             if spec.name in failures
         ],
         "comparisons": compare(judged, config.evaluate),
+        # Without the server, whose URL may hold a password.
+        "config": config.model_dump(mode="json", exclude={"completions": {"server"}}),
         "provenance": {
             "device": device_name(device),
             "dtype": config.evaluate.dtype,
             "software": software(),
+            "commit": commit(),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "bootstrap": config.evaluate.bootstrap,
             "seed": config.evaluate.seed,
         },
     }
-    ranks.from_first(lambda: write_report(results, config.results_dir))
+    ranks.from_first(lambda: _write(results, cache, config))
     return results
+
+
+def _write(results: dict[str, Any], cache: Cache, config: Config) -> None:
+    write_report(results, config.results_dir)
+    page = html_report(results, cache.samples, piece_decoder(cache.folder, config.target))
+    write_atomically(config.results_dir / "report.html", page)
 
 
 def _fitting_cache(config: Config) -> Cache:

@@ -32,6 +32,7 @@ from dflash_eval.resume import resumable
 from dflash_eval.signals import Stop, stoppable
 from dflash_eval.states import plan_shards, write_states
 from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer, tokenizer_fingerprint
+from dflash_eval.texts import write_tokenizer
 
 COMPILING_PAYS = 1e17  # floating-point operations: some minutes of a large GPU
 
@@ -62,6 +63,8 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
         manifest = ranks.from_first(lambda: begun or _new_manifest(folder, config, settings, layers, target))
         samples = complete(folder, config, target, tokenizer, prompts, say)
+        if ranks.rank() == 0:
+            write_tokenizer(folder, tokenizer)
         manifest.shards = ranks.from_first(lambda: _whole_shards(folder, manifest, samples, target))
         _states(folder, manifest, samples, target, stop, say)
         if ranks.rank() == 0:

@@ -1,4 +1,4 @@
-"""The draft that ended a cycle, and how far down the sequence's token stood: as the public drafter says, block by block."""
+"""The draft that ended a cycle, and how far down the sequence's token stood: as the public drafter says."""
 
 from __future__ import annotations
 

@@ -21,10 +21,13 @@ from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.drafter.scoring import Scorer
 
 ABSENT = 1 << 40  # the rank of a token that cannot be drafted
+Orders = tuple[Tensor, Tensor, Tensor]  # what PathScorer.orders gives
 
 
 class PathScorer(Protocol):
-    def orders(self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    def orders(
+        self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Ranks and `prefix_order` of the sequence's tokens, and the chain's drafts, all [blocks, depth] int64.
 
         hidden: [blocks, depth, hidden]; tokens: [blocks, depth], -1 where the sequence has ended; previous: the token
@@ -58,7 +61,9 @@ class SelectorScorer:
         self.selector, self.scorer = selector, scorer
         scorer.n = max(scorer.n, selector.top_k)
 
-    def orders(self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    def orders(
+        self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits, candidates = self._candidates(hidden)
         k = self.selector.top_k
         own = self.selector.scores(hidden, previous.clamp_min(0)[..., None], logits, candidates).squeeze(-2)
@@ -98,7 +103,9 @@ class MarkovScorer:
         self.head, self.scorer = head, scorer
         self.conditional = scorer.widened(head.markov_w2.weight)
 
-    def orders(self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    def orders(
+        self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         scores = self.scorer.score(hidden.flatten(0, 1), tokens.flatten())
         order = prefix_order(scores.logprobs.view(*tokens.shape, -1), scores.ranks.view(tokens.shape), slots, n)
         ranks, _, ids = self.conditional.score(self._with_features(hidden, previous), tokens.flatten())
