@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 WIDTH, HEIGHT = 440, 270  # of a viewBox: at a phone's 360 pixels its 12 px letters are still read
-LEFT, RIGHT, TOP, BOTTOM = 40, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 40, 18, 12, 40
 COLOURS = 8
 BARS = 4  # drafters whose histogram is drawn as bars; more are lines
 LETTERS = 22  # of a name beside the axis
