@@ -28,6 +28,7 @@ from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import check_weights, load_drafter, read_config
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.errors import RunError, UserError, reason
+from dflash_eval.history import append_history
 from dflash_eval.html import html_report
 from dflash_eval.judge import walk_samples
 from dflash_eval.machine import commit, device_name, free_bytes, out_of_memory, pick_device, software
@@ -119,6 +120,7 @@ def _write(results: dict[str, Any], cache: Cache, config: Config) -> None:
     write_report(results, config.results_dir)
     page = html_report(results, cache.samples, piece_decoder(cache.folder, config.target))
     write_atomically(config.results_dir / "report.html", page)
+    append_history(results, config.results_dir.parent / "history.jsonl")
 
 
 def _fitting_cache(config: Config) -> Cache:

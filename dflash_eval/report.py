@@ -25,17 +25,17 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 def print_report(results: dict[str, Any], console: Console) -> None:
     """The summary, fit for 80 columns: long names fold, numbers never do."""
     console.print(headline(results), highlight=False, markup=False)
-    _print_table(console, *main_table(results))
+    print_table(console, *main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
-    _print_table(console, *budget_table(results))
+    print_table(console, *budget_table(results))
     if categories := category_table(results, intervals=False):
         console.print("τ by category", highlight=False)
-        _print_table(console, *categories)
+        print_table(console, *categories)
     for line in notes(results):
         console.print(line, highlight=False, markup=False)
 
 
-def _print_table(console: Console, header: list[str], rows: list[list[str]]) -> None:
+def print_table(console: Console, header: list[str], rows: list[list[str]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(header[0], overflow="fold", min_width=9)
     for title in header[1:]:

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from conftest import tiny_tokenizer
 from test_evaluate import beside
-from test_report import results as results  # noqa: PLC0414  a fixture
-from test_report import rows as rows
+from test_report import results as results
 
 from dflash_eval.cache import Cache, Sample
 from dflash_eval.errors import UserError

@@ -37,14 +37,39 @@ def bootstrap_interval(values: NDArray[np.float64], draws: int, seed: int) -> In
 
 
 def bootstrap_ratio_interval(
-    above: NDArray[np.float64], below: NDArray[np.float64], draws: int, seed: int
+    above: NDArray[np.float64], below: NDArray[np.float64], draws: int, seed: int, *, small_sample: bool = False
 ) -> Interval | None:
     """95% percentile interval of mean(above) / mean(below), both [prompts] and drawn together.
 
     With tokens above and cycles below it is the interval of `tau_micro`; with two drafters' prompt means, that of
-    the ratio of their τ. None below two prompts that are finite in both.
+    the ratio of their τ. None below two prompts that are finite in both. small_sample: take percentiles further out, as
+    few prompts need: Hesterberg's expanded interval (2015, section 5.4), whose level is what t takes of so many.
     """
-    return _interval(np.stack([above, below], axis=1), lambda means: means[:, 0] / means[:, 1], draws, seed)
+    columns = np.stack([above, below], axis=1)
+    tail = expanded_tail(int(np.isfinite(columns).all(1).sum())) if small_sample else 0.025
+    return _interval(columns, lambda means: means[:, 0] / means[:, 1], draws, seed, tail)
+
+
+def expanded_tail(n: int) -> float:
+    """The tail of the bootstrap's percentiles that has the width of Student's 95% interval of n values."""
+    if n < 2:
+        return 0.025
+    return NormalDist().cdf(-((n / (n - 1)) ** 0.5) * _student_975(n - 1))
+
+
+def _student_975(degrees: int) -> float:
+    """Student's t at 0.975: exact for one and two degrees, else Hill's expansion about the normal (1970), to 0.1%."""
+    if degrees == 1:
+        return 12.7062
+    if degrees == 2:
+        return 4.3027
+    z, d = NormalDist().inv_cdf(0.975), float(degrees)
+    return z + sum((
+        (z**3 + z) / (4 * d),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * d**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3),
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * d**4),
+    ))  # fmt: skip
 
 
 def minimum_detectable_difference(differences: NDArray[np.float64]) -> float | None:
@@ -66,7 +91,11 @@ def wins_ties_losses(differences: NDArray[np.float64]) -> tuple[int, int, int]:
 
 
 def _interval(
-    columns: NDArray[np.float64], statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]], draws: int, seed: int
+    columns: NDArray[np.float64],
+    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    draws: int,
+    seed: int,
+    tail: float = 0.025,
 ) -> Interval | None:
     """Of a statistic [draws] of the columns' means [draws, k]; columns: [prompts, k], drawn by the row."""
     columns = columns[np.isfinite(columns).all(1)]
@@ -77,7 +106,7 @@ def _interval(
         columns[rng.integers(len(columns), size=(rows, len(columns)))].mean(1)
         for rows in _chunks(draws, max(1, 4_000_000 // columns.size))
     ])  # fmt: skip
-    low, high = np.percentile(statistic(means), [2.5, 97.5])
+    low, high = np.quantile(statistic(means), [tail, 1 - tail])
     return float(low), float(high)
 
 
