@@ -195,6 +195,19 @@ def bench_evaluate(
     bench_shape(shape, samples, prompt_tokens, tokens, {"device": device, "dtype": dtype}, typer.echo)
 
 
+@bench_app.command("cost")
+def bench_cost(
+    config: ConfigPath,
+    set_: Overrides = None,
+    context: Annotated[int, typer.Option(min=1, help="tokens that the target has read before")] = 512,
+) -> None:
+    """Time a draft and the target's verification of 1, a block's and each budget's tokens: what evaluate.cost takes."""
+    settings = load_config(config, set_ or [])
+    from dflash_eval.bench.cost import bench_cost as run
+
+    run(settings, context, typer.echo)
+
+
 @bench_app.command("extract")
 def bench_extract(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose target is loaded")] = None,

@@ -13,8 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_eval.cache import write_atomically
+from dflash_eval.cost import cost_lines, cost_table
 
 REFERENCE = "reference"  # what stands in a table where a candidate's gap to it stands
+
+SPEEDUP = "Speed-up over plain decoding by the cost model (* the fastest)"
 
 
 def write_report(results: dict[str, Any], folder: Path) -> None:
@@ -28,6 +31,9 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     print_table(console, *main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
     print_table(console, *budget_table(results))
+    if costs := cost_table(results):
+        console.print(SPEEDUP, highlight=False)
+        print_table(console, *costs)
     if categories := category_table(results, intervals=False):
         console.print("τ by category", highlight=False)
         print_table(console, *categories)
@@ -49,6 +55,8 @@ def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
     parts = [f"# {results['name']}", headline(results), _markdown_table(*main_table(results))]
     parts += [f"- {line}" for line in notes(results)]
+    if costs := cost_table(results):
+        parts += [f"## {SPEEDUP}", _markdown_table(*costs)]
     if categories := category_table(results, intervals=True):
         parts += ["## τ by category", _markdown_table(*categories)]
     parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*budget_table(results))]
@@ -67,7 +75,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 def notes(results: dict[str, Any]) -> list[str]:
     """What a reader of the tables must know beside them, a line each."""
-    return [*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results)]
+    own = (gaps, cost_lines, _expected, _trees, _served, _failed)
+    return [line for lines in own for line in lines(results)]
 
 
 def gaps(results: dict[str, Any]) -> list[str]:

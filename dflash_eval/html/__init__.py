@@ -9,9 +9,10 @@ from importlib.resources import files
 from typing import Any
 
 from dflash_eval.cache import Sample
+from dflash_eval.cost import cost_table
 from dflash_eval.html.charts import budget_chart, legend, length_chart, slot_chart, tau_chart
 from dflash_eval.html.cycles import Pieces, chosen_prompts, coloured, tint_legend
-from dflash_eval.report import REFERENCE, budget_table, category_table, headline, main_table, notes, provenance
+from dflash_eval.report import REFERENCE, SPEEDUP, budget_table, category_table, headline, main_table, notes, provenance
 
 CYCLES_SHOWN = 60_000  # coloured runs of text: some 5 MB, which a browser opens at once
 SMALL = 2**17  # characters of provenance that are shown
@@ -23,7 +24,7 @@ def html_report(results: dict[str, Any], texts: Sequence[Sample], pieces: Pieces
     chosen = chosen_prompts(drafters, CYCLES_SHOWN)
     sections = [
         ("Summary", _table(*main_table(results), "τ of each drafter") + _list(notes(results))),
-        *_cost(results),
+        *([(SPEEDUP, _table(*costs, SPEEDUP))] if (costs := cost_table(results)) else []),
         ("Plots", _charts(results)),
         ("DDTree: τ by budget", _table(*budget_table(results), "τ by tree budget")),
     ]
@@ -58,10 +59,6 @@ def _charts(results: dict[str, Any]) -> str:
         f"<figure><figcaption>{escape(caption)}</figcaption>{plot}</figure>" for caption, plot in plots.items()
     )
     return f'{legend(drafters)}<div class="plots">{figures}</div>'
-
-
-def _cost(results: dict[str, Any]) -> list[tuple[str, str]]:
-    return []
 
 
 def _prompts(drafters: Sequence[dict[str, Any]], shown: set[int]) -> str:
