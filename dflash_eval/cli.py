@@ -60,7 +60,9 @@ def completions(
 
 @app.command()
 def evaluate(
-    config: ConfigPath,
+    config: Annotated[
+        list[Path], typer.Option("--config", "-c", help="YAML config; several of one cache: the drafters of all")
+    ],
     set_: Overrides = None,
     fail_below: Annotated[
         list[str] | None,
@@ -72,8 +74,11 @@ def evaluate(
     margin: Annotated[str, typer.Option(help="of --fail-if-worse-than: how much worse is allowed")] = "2%",
 ) -> None:
     """Phase 2: judge the config's drafters from the cache; the target is not needed."""
-    settings = _load(config, set_)
+    loaded = [_load(path, set_) for path in config]
     from dflash_eval import gate
+    from dflash_eval.sweep import merged
+
+    settings = merged(loaded, config) if len(loaded) > 1 else loaded[0]
     from dflash_eval.history import read_results
 
     limits, allowed = [gate.parse_limit(text) for text in fail_below or []], gate.parse_margin(margin)
@@ -95,6 +100,22 @@ def evaluate(
         reasons += gate.worse(results, earlier, allowed, settings.evaluate.bootstrap, settings.evaluate.seed)
     if reasons:
         raise GateFailed("\n".join(reasons))
+
+
+@app.command()
+def watch(
+    config: ConfigPath,
+    folder: Annotated[Path, typer.Argument(help="where the training run writes its checkpoints")],
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 30.0,
+    set_: Overrides = None,
+) -> None:
+    """Judge the config's drafters, then each checkpoint as it appears, when it is whole; until stopped."""
+    settings = load_config(config, set_ or [])
+    from dflash_eval.signals import stoppable
+    from dflash_eval.watch import watch as run
+
+    with stoppable():
+        run(settings, folder, every, lambda line: typer.echo(line, err=True))
 
 
 @app.command()

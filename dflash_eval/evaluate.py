@@ -42,26 +42,29 @@ Walked = tuple[list[list[Walk]], NDArray[np.float64] | None]  # what walk_sample
 Failures = dict[str, UserError | RunError]  # by the drafter's name
 
 
-def evaluate(config: Config) -> dict[str, Any]:
+def evaluate(config: Config, known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """Judge the config's drafters; writes results.json and the reports to `config.results_dir`, returns them.
 
     What can be wrong with config, cache and checkpoints is looked for before the first draft is made. A drafter that
     fails, then or later, is said at once and stands under "failed" in the results; the others are judged all the
     same. Raises the first one's error when all fail. Under torchrun every rank walks its part of the samples; all
     return the same results, and rank 0 writes them.
+
+    known: entries of the results of drafters that this cache and these settings have judged before; they are not again.
     """
     with ranks.group():
-        return _evaluate(config)
+        return _evaluate(config, known)
 
 
-def _evaluate(config: Config) -> dict[str, Any]:
+def _evaluate(config: Config, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not config.drafters:
         raise UserError("no drafters to evaluate: list them under drafters in the config")
     ranks.from_first(lambda: _check_writable(config.results_dir))
     cache = ranks.in_turn(lambda: _fitting_cache(config))
     device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
     failures: Failures = {}
-    drafters, weights = ranks.in_turn(lambda: _checked(config, cache.manifest, failures))
+    asked = [spec for spec in config.drafters if all(spec.name != entry["name"] for entry in known)]
+    drafters, weights = ranks.in_turn(lambda: _checked(config, asked, cache.manifest, failures))
     shared = Counter(layer for _, drafter in drafters for layer in set(drafter.target_layer_ids))
     cache.hold([layer for layer, users in shared.items() if users > 1], free_bytes(torch.device("cpu")) // 4)
     embedding, lm_head = cache.head()
@@ -76,11 +79,12 @@ def _evaluate(config: Config) -> dict[str, Any]:
 
     own = _side_by_side(judge, drafters, part, _workers(len(drafters), weights * dtype.itemsize, device), failures)
     walked = _from_all_ranks(own, len(cache.samples), failures)
-    judged = [
+    new = [
         summarise(spec, drafter_config, cache.samples, *walked[spec.name], config.evaluate)
         for spec, drafter_config in drafters
         if spec.name in walked
     ]
+    judged = [*known, *new]
     results = {
         "schema_version": 1,
         "name": config.name,
@@ -112,15 +116,15 @@ def _evaluate(config: Config) -> dict[str, Any]:
             "seed": config.evaluate.seed,
         },
     }
-    ranks.from_first(lambda: _write(results, cache, config))
+    ranks.from_first(lambda: _write(results, new, cache, config))
     return results
 
 
-def _write(results: dict[str, Any], cache: Cache, config: Config) -> None:
+def _write(results: dict[str, Any], new: Sequence[dict[str, Any]], cache: Cache, config: Config) -> None:
     write_report(results, config.results_dir)
     page = html_report(results, cache.samples, piece_decoder(cache.folder, config.target))
     write_atomically(config.results_dir / "report.html", page)
-    append_history(results, config.results_dir.parent / "history.jsonl")
+    append_history({**results, "drafters": new}, config.results_dir.parent / "history.jsonl")
 
 
 def _fitting_cache(config: Config) -> Cache:
@@ -173,17 +177,19 @@ def _check_cache(cache: Cache, config: Config) -> None:
         )
 
 
-def _checked(config: Config, manifest: Manifest, failures: Failures) -> tuple[list[Drafter], int]:
+def _checked(
+    config: Config, asked: Sequence[DrafterSpec], manifest: Manifest, failures: Failures
+) -> tuple[list[Drafter], int]:
     """The drafters whose checkpoints can be judged from the cache, and the most weights that one of them has."""
     drafters: list[Drafter] = []
     weights = 0
-    for spec in config.drafters:
+    for spec in asked:
         try:
             drafter_config = read_config(spec)
             check_fits(spec, drafter_config, manifest, config.evaluate.width)
             weights = max(weights, check_weights(spec, drafter_config))
         except UserError as error:
-            _fail(spec, error, failures, len(config.drafters))
+            _fail(spec, error, failures, len(asked))
         else:
             drafters.append((spec, drafter_config))
     return drafters, weights

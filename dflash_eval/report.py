@@ -14,6 +14,8 @@ from rich.text import Text
 
 from dflash_eval.cache import write_atomically
 from dflash_eval.cost import cost_lines, cost_table
+from dflash_eval.sweep import HEADER as SWEEP_HEADER
+from dflash_eval.sweep import sweep_lines, sweep_rows
 
 REFERENCE = "reference"  # what stands in a table where a candidate's gap to it stands
 
@@ -31,6 +33,8 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     print_table(console, *main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
     print_table(console, *budget_table(results))
+    if steps := sweep_rows(results):
+        print_table(console, SWEEP_HEADER, steps)
     if costs := cost_table(results):
         console.print(SPEEDUP, highlight=False)
         print_table(console, *costs)
@@ -55,6 +59,8 @@ def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
     parts = [f"# {results['name']}", headline(results), _markdown_table(*main_table(results))]
     parts += [f"- {line}" for line in notes(results)]
+    if steps := sweep_rows(results):
+        parts += ["## τ by training step", _markdown_table(SWEEP_HEADER, steps)]
     if costs := cost_table(results):
         parts += [f"## {SPEEDUP}", _markdown_table(*costs)]
     if categories := category_table(results, intervals=True):
@@ -75,7 +81,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def notes(results: dict[str, Any]) -> list[str]:
     """What a reader of the tables must know beside them, a line each."""
-    own = (gaps, cost_lines, _expected, _trees, _served, _failed)
+    own = (gaps, sweep_lines, cost_lines, _expected, _trees, _served, _failed)
     return [line for lines in own for line in lines(results)]
 
 

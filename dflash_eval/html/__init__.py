@@ -10,9 +10,11 @@ from typing import Any
 
 from dflash_eval.cache import Sample
 from dflash_eval.cost import cost_table
-from dflash_eval.html.charts import budget_chart, legend, length_chart, slot_chart, tau_chart
+from dflash_eval.html.charts import budget_chart, legend, length_chart, slot_chart, step_chart, tau_chart
 from dflash_eval.html.cycles import Pieces, chosen_prompts, coloured, tint_legend
 from dflash_eval.report import REFERENCE, SPEEDUP, budget_table, category_table, headline, main_table, notes, provenance
+from dflash_eval.sweep import HEADER as SWEEP_HEADER
+from dflash_eval.sweep import runs, sweep_rows
 
 CYCLES_SHOWN = 60_000  # coloured runs of text: some 5 MB, which a browser opens at once
 SMALL = 2**17  # characters of provenance that are shown
@@ -25,6 +27,7 @@ def html_report(results: dict[str, Any], texts: Sequence[Sample], pieces: Pieces
     sections = [
         ("Summary", _table(*main_table(results), "τ of each drafter") + _list(notes(results))),
         *([(SPEEDUP, _table(*costs, SPEEDUP))] if (costs := cost_table(results)) else []),
+        *_sweep(results),
         ("Plots", _charts(results)),
         ("DDTree: τ by budget", _table(*budget_table(results), "τ by tree budget")),
     ]
@@ -45,6 +48,17 @@ def html_report(results: dict[str, Any], texts: Sequence[Sample], pieces: Pieces
         "cycles over all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt.</p>"
         f'</main><div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )
+
+
+def _sweep(results: dict[str, Any]) -> list[tuple[str, str]]:
+    found = runs(results)
+    if not found:
+        return []
+    reference = next((entry for entry in results["drafters"] if entry["reference"]), None)
+    table = _table(SWEEP_HEADER, sweep_rows(results), "τ by training step", sortable=True)
+    names = [{"name": run} for run in found] + ([reference] if reference else [])
+    both = f'<div class="plots">{step_chart(found, reference)}<div>{table}</div></div>'
+    return [("τ by training step", legend(names) + both)]
 
 
 def _charts(results: dict[str, Any]) -> str:

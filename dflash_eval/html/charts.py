@@ -115,6 +115,23 @@ def length_chart(drafters: Sequence[dict[str, Any]]) -> str:
     return plot(lines, ticks, "acceptance length", "share of cycles", bars=len(drafters) <= BARS)
 
 
+def step_chart(runs: dict[str, list[tuple[int, dict[str, Any]]]], reference: dict[str, Any] | None) -> str:
+    """τ against the training step with its intervals, a line a run; the reference as a level line."""
+    lines = []
+    for place, (run, steps) in enumerate(runs.items()):
+        points = [(float(step), entry["tau"], f"{run}, step {step}: τ {entry['tau']:.2f}") for step, entry in steps]
+        lines.append(Line(place, points))
+        for step, entry in steps:
+            low, high = entry["tau_ci95"] or (entry["tau"], entry["tau"])
+            lines.append(Line(place, [(float(step), low, ""), (float(step), high, "")], "none", marked=False))
+    every = sorted({step for steps in runs.values() for step, _ in steps})
+    if reference is not None and reference["tau"] is not None:
+        told = f"{reference['name']}: τ {reference['tau']:.2f}"
+        lines.append(Line(len(runs), [(n, reference["tau"], told) for n in (every[0], every[-1])], "5 4", marked=False))
+    ticks = linear_ticks(every[0], every[-1])
+    return plot(lines, [(t, f"{t:g}") for t in ticks if every[0] <= t <= every[-1]], "step", "τ")
+
+
 def plot(
     lines: Sequence[Line],
     x_ticks: Sequence[tuple[float, str]],
@@ -170,11 +187,12 @@ def legend(drafters: Sequence[dict[str, Any]]) -> str:
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-    """Four to seven round numbers from `low` to `high` or just above."""
+    """Four to seven round numbers that cover `low` to `high`."""
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    return [round(low + i * step, 10) for i in range(math.ceil((high - low) / step - 1e-9) + 1)]
+    first = math.floor(low / step + 1e-9)
+    return [round(i * step, 10) for i in range(first, math.ceil(high / step - 1e-9) + 1)]
 
 
 def _line(line: Line, points: Sequence[Point]) -> str:

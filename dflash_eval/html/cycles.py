@@ -56,7 +56,8 @@ def chosen_prompts(drafters: Sequence[dict[str, Any]], cycles: int) -> list[int]
         against = mean(reference, index) if reference is not None else 0.0
         return against - sum(others) / max(1, len(others))
 
-    chosen, shown = [], 0
+    chosen: list[int] = []
+    shown = 0
     for index in sorted(range(count), key=loss, reverse=True):
         shown += sum(len(entry["samples"][index]["acceptance_lengths"]) for entry in drafters)
         if shown > cycles and chosen:
