@@ -10,7 +10,6 @@ import copy
 import errno
 import hashlib
 import json
-import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,9 @@ AGAIN = "extract again with --force (the completions are kept)"
 SHARD_NAME = re.compile(r"states-\d{5}\.h5")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32, "float8": np.uint8}
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EIO)
+DESCRIBING_BYTES = 1 << 16  # what HDF5 writes about the datasets, and to spare
 FLOAT8_MAX = 448.0  # the largest e4m3 number
 
 
@@ -125,14 +127,15 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC or "No space left" in str(error) or "errno = 28" in str(error)
-        if full:
+        number = next((code for code in NO_ROOM if f"errno = {code}" in str(error)), error.errno)  # h5py's are text
+        if number in NO_ROOM:
+            detail = "" if number == errno.ENOSPC else f" ({os.strerror(number)})"
             raise UserError(
-                f"{folder}: no space left on the disk; finished shards are kept\n"
+                f"{folder}: no space left on the disk{detail}; finished shards are kept\n"
                 "free some space and run the same command to resume"
             ) from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EDQUOT):
-            raise UserError(f"{folder}: not writable ({os.strerror(error.errno)})") from None
+        if number in NOT_WRITABLE:
+            raise UserError(f"{error.filename or folder}: not writable ({os.strerror(number)})") from None
         raise
 
 
@@ -233,10 +236,12 @@ class ShardWriter:
     ) -> None:
         """dtype: of the states as stored, a key of STORED."""
         self.path = path
+        self.dtype = dtype
         self.aside = path.with_name(f".{path.name}.tmp")
         self.samples = samples
         self.offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
         self._places: dict[str, int] = {}  # dataset → where its bytes begin
+        self._try_room(token_bytes(len(layers), hidden, dtype, stats))
         with h5py.File(self.aside, "w", libver="latest") as file:
             file["sample_ids"] = np.array([sample.id for sample in samples], dtype=h5py.string_dtype())
             file["offsets"] = self.offsets
@@ -250,6 +255,21 @@ class ShardWriter:
                 self._set_aside(file, "argmax", None, np.int32, fillvalue=-1)
                 self._set_aside(file, "logprob", None, np.float32, fillvalue=np.nan)
         self._file = os.open(self.aside, os.O_WRONLY)
+
+    def _try_room(self, token_size: int) -> None:
+        """Raises OSError where the disk does not take what HDF5 will write, and the file's full length: an HDF5 file
+        that cannot be closed takes the process down with it.
+        """
+        texts = sum(len(sample.id.encode()) + 40 for sample in self.samples)
+        try:
+            with open(self.aside, "wb") as handle:
+                handle.write(bytes(DESCRIBING_BYTES + texts + 4 * int(self.offsets[-1])))
+                handle.flush()
+                os.fsync(handle.fileno())
+                handle.truncate(DESCRIBING_BYTES + texts + token_size * int(self.offsets[-1]))
+        except OSError:
+            self.aside.unlink(missing_ok=True)
+            raise
 
     def _set_aside(
         self, file: h5py.File, name: str, width: int | None, kind: Any, fillvalue: Any = None
@@ -275,8 +295,8 @@ class ShardWriter:
                 data, place = data[written:], place + written
 
     def write_hidden(self, index: int, layer: int, states: Tensor) -> None:
-        """states: [len(sample), hidden] of sample `index` of the shard, in the shard's dtype, on the CPU."""
-        self.write(int(self.offsets[index]), {f"hidden/{layer}": states})
+        """states: [len(sample), hidden] of sample `index` of the shard, floating point, on the CPU."""
+        self.write(int(self.offsets[index]), state_columns(layer, states, self.dtype))
 
     def write_stats(self, index: int, argmax: NDArray[np.int32], logprob: NDArray[np.float32]) -> None:
         """Both [completion tokens]: of the token after each position from the prompt's last one on."""
@@ -308,6 +328,17 @@ class ShardWriter:
         self._file = -1
 
 
+def state_columns(layer: int, states: Tensor, stored: str) -> dict[str, Tensor]:
+    """A layer's states [tokens, hidden] as a shard keeps them. stored: a key of STORED.
+
+    float8 has its bits in `hidden/<layer>` and the tokens' scales in `scale/<layer>`.
+    """
+    if stored == "float8":
+        bits, scale = to_float8(states)
+        return {f"hidden/{layer}": bits, f"scale/{layer}": scale}
+    return {f"hidden/{layer}": states.to(DTYPES[stored])}
+
+
 def to_stored(states: Tensor) -> NDArray[Any]:
     """A CPU tensor as the array that HDF5 keeps: bfloat16's bits as uint16."""
     return (states.contiguous().view(torch.uint16) if states.dtype == torch.bfloat16 else states.contiguous()).numpy()
@@ -333,11 +364,11 @@ def from_float8(bits: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sha256(path: Path) -> str:
-    with open(path, "rb") as handle:
-        if not os.fstat(handle.fileno()).st_size:
-            return hashlib.sha256().hexdigest()
-        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:  # one call: other threads run meanwhile
-            return hashlib.sha256(content).hexdigest()
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**24))  # pieces large enough to let other threads run
+    with open(path, "rb", buffering=0) as handle:
+        while count := handle.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 # Reading
@@ -354,8 +385,9 @@ def read_manifest(folder: Path) -> Manifest | None:
                 "extract again with --force"
             )
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
-        # Caches from before these keys: all tokens were drawn from, and prompts were chats.
+        # Caches from before these keys: all tokens were drawn from, prompts were chats, kernels those installed.
         manifest.settings["completions"] = {"top_k": 0, "top_p": 1.0, **manifest.settings["completions"]}
+        manifest.settings["target"] = {"kernels": "auto", **manifest.settings["target"]}
         manifest.settings["prompts"] = {"raw": False, **manifest.settings.get("prompts", {})}
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -493,10 +525,15 @@ class Cache:
         part.samples = self.samples[index::parts]
         return part
 
-    def features(self, sample_id: str, layers: Sequence[int]) -> Tensor:
-        """Context features [tokens, len(layers) * hidden] in the cache's dtype: the layers' states side by side."""
+    def features(self, sample_id: str, layers: Sequence[int], positions: slice | None = None) -> Tensor:
+        """Context features [tokens, len(layers) * hidden] in the cache's dtype: the layers' states side by side.
+
+        positions: of the sample's tokens, those from start to stop alone.
+        """
         name, index = self._where[sample_id]
         start, end = self._offsets[name][index : index + 2]
+        if positions is not None:
+            start, end = start + positions.start, min(end, start + positions.stop)
         missing = [layer for layer in layers if (name, layer) not in self._held]
         read: dict[int, Tensor] = {}
         if missing:
@@ -514,18 +551,15 @@ class Cache:
             first = start + file["prompt_lengths"][index] - 1
             return np.asarray(file["logprob"][first : end - 1], dtype=np.float64)
 
+    def argmax(self, sample_id: str) -> NDArray[np.int32]:
+        """The target's most probable token in place of each completion token; the cache has target_stats."""
+        name, index = self._where[sample_id]
+        with _open_shard(self.folder / name) as file:
+            start, end = file["offsets"][index : index + 2]
+            return np.asarray(file["argmax"][start + file["prompt_lengths"][index] - 1 : end - 1])
+
     def greedy_agreement(self) -> float | None:
-        """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""
-        agreed = total = 0
-        for shard in self.manifest.shards:
-            with _open_shard(self.folder / shard.file) as file:
-                if "argmax" not in file:
-                    return None
-                argmax, ids = file["argmax"][:-1], file["input_ids"][1:]
-                inside = argmax >= 0
-                agreed += int((argmax == ids)[inside].sum())
-                total += int(inside.sum())
-        return agreed / total if total else None
+        return greedy_agreement(self.folder, self.manifest.shards)
 
     def head(self) -> tuple[Tensor, Tensor]:
         """The target's input embedding and output head, each [vocabulary, hidden]."""
@@ -544,6 +578,20 @@ class Cache:
         except SafetensorError as error:
             raise UserError(f"{path}: damaged ({error}); extract again with --force") from None
         return embedding, head
+
+
+def greedy_agreement(folder: Path, shards: Sequence[Shard]) -> float | None:
+    """Share of completion tokens equal to the target's argmax; None without target_stats or tokens."""
+    agreed = total = 0
+    for shard in shards:
+        with _open_shard(folder / shard.file) as file:
+            if "argmax" not in file:
+                return None
+            argmax, ids = file["argmax"][:-1], file["input_ids"][1:]
+            inside = argmax >= 0
+            agreed += int((argmax == ids)[inside].sum())
+            total += int(inside.sum())
+    return agreed / total if total else None
 
 
 @contextmanager

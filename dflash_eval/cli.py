@@ -36,9 +36,12 @@ def extract(
     config: ConfigPath,
     set_: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="overwrite a cache that does not fit the config")] = False,
+    kernels: Annotated[str | None, typer.Option(help="auto, torch or fla: short for --set target.kernels=...")] = None,
 ) -> None:
     """Phase 1: run the target once and cache its layer activations (resumes where a killed run stopped)."""
-    settings = _load(config, set_)  # before torch is imported: a typo is told at once
+    settings = _load(
+        config, [*(set_ or []), *([f"target.kernels={kernels}"] if kernels else [])]
+    )  # before torch is imported: a typo is told at once
     from dflash_eval.extract import extract as run
 
     run(settings, force=force, say=lambda line: typer.echo(line, err=True))
@@ -187,6 +190,38 @@ def inspect(
         typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
     else:
         print_inspection(result, Console())
+
+
+@app.command()
+def compare(
+    cache_a: Annotated[Path, typer.Argument(help="a cache folder")],
+    cache_b: Annotated[Path, typer.Argument(help="another, of the same tokens, extracted otherwise")],
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="its drafters are judged from both caches")
+    ] = None,
+    set_: Overrides = None,
+    common_prefix: Annotated[
+        bool, typer.Option("--common-prefix", help="where the tokens differ, compare as far as they agree")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="where compare.md, .json and .png go; results/<A>-against-<B>")
+    ] = None,
+) -> None:
+    """Do two ways of extraction (fla or torch, bf16 or fp32, GPU or CPU) give other states, and does τ notice?"""
+    settings = load_config(config, set_ or []) if config is not None else None
+    if set_ and config is None:
+        raise UserError("--set changes a config: give it with -c")
+    from dflash_eval.comparison import compare_caches
+    from dflash_eval.comparison_report import print_comparison, verdict, write_comparison
+    from dflash_eval.evaluate import check_writable
+
+    folder = out or Path("results", f"{cache_a.resolve().name}-against-{cache_b.resolve().name}")
+    check_writable(folder)
+    result = compare_caches(cache_a, cache_b, settings, common_prefix)
+    result["verdict"] = verdict(result)
+    write_comparison(result, folder)
+    print_comparison(result, Console())
+    typer.echo(f"written: {folder}/compare.md, compare.json, compare.png", err=True)
 
 
 @bench_app.command("evaluate")

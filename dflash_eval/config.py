@@ -62,8 +62,9 @@ def _variable(value: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-Index = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Index = Annotated[int, Field(ge=0, lt=2**63)]
+Nodes = Annotated[int, Field(ge=1, le=10**6)]  # more take hours
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Device = Annotated[str, AfterValidator(_device)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -71,7 +72,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 # YAML has lists and strings where the schema has tuples and paths: these two alone are converted.
 Layers = Annotated[tuple[Index, ...], Field(strict=False)]
 Budgets = Annotated[
-    tuple[Count, ...], Field(strict=False, min_length=1), AfterValidator(lambda n: tuple(sorted(set(n))))
+    tuple[Nodes, ...], Field(strict=False, min_length=1), AfterValidator(lambda n: tuple(sorted(set(n))))
 ]
 File = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 
@@ -94,7 +95,15 @@ class TargetConfig(Section):
     """"auto" shards a large target over this machine's GPUs."""
     require_kernels: Annotated[tuple[Literal["fla", "causal_conv1d"], ...], Field(strict=False)] = ()
     """Refuse to extract where one of these would be replaced by a fallback."""
+    kernels: Literal["auto", "torch", "fla"] = "auto"
+    """auto: what transformers finds installed; torch: its fallbacks all the same; fla: not without fla."""
     trust_remote_code: bool = False
+
+    def required(self) -> tuple[str, ...]:
+        """The packages without whose kernels nothing is to be extracted."""
+        if self.kernels == "torch":
+            return ()
+        return tuple(dict.fromkeys((*self.require_kernels, *(("fla",) if self.kernels == "fla" else ()))))
 
 
 class PromptsConfig(Section):
@@ -130,8 +139,9 @@ class ServerConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     concurrency: Count = 8
     """Requests under way at once."""
-    retries: Index = 3
-    """Of a request that met 429, 5xx, a timeout, a dropped connection or a damaged answer."""
+    retries: Index = 6
+    """Of a request that met 429, 5xx, a timeout, a dropped connection or a damaged answer. With six, and a wait that
+    doubles from 1 s, a server may be gone for a minute; where one request in five fails, one in 80,000 is given up."""
 
 
 class CompletionsConfig(Section):
@@ -236,7 +246,7 @@ class EvaluateConfig(Section):
     """Nodes of the best-first trees; kept sorted, each once."""
     cost: CostConfig | None = None
     """Tell tokens a second and the best budget."""
-    bootstrap: Annotated[int, Field(ge=100)] = 10_000
+    bootstrap: Annotated[int, Field(ge=100, le=10**6)] = 10_000
     """Resamples behind an interval."""
     seed: Seed = 0
 
@@ -285,11 +295,15 @@ class Config(Section):
             raise _problem("must not be empty", "extract", "layers")
         return self
 
+    def states_dtype(self) -> str:
+        """What a cache's states are read as; stored they are smaller where extract.store is float8."""
+        return "bfloat16" if self.extract.store == "bfloat16" else self.target.dtype
+
     def cache_settings(self) -> dict[str, Any]:
         """What a cache must agree with this config on, as far as the config alone tells."""
         kept = {"source", "max_new_tokens", "temperature", "top_k", "top_p", "seed"}
         return {
-            "target": self.target.model_dump(mode="json", include={"model", "revision", "dtype"}),
+            "target": self.target.model_dump(mode="json", include={"model", "revision", "dtype", "kernels"}),
             "prompts": self.prompts.model_dump(mode="json"),
             "completions": self.completions.model_dump(mode="json", include=kept),
             "extract": self.extract.model_dump(mode="json", include={"store"}),
@@ -337,7 +351,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return _with_steps(Config.model_validate(data), places)
     except ValidationError as error:
-        details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
+        held = {detail["loc"][:-1] for detail in error.errors()}  # a list with a wrong entry is not too short as well
+        details = [detail for detail in error.errors() if detail["type"] != "too_short" or detail["loc"] not in held]
+        details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
         messages = [_message(detail, places) for detail in details]
         if len(messages) > SHOWN_ERRORS:
             messages[SHOWN_ERRORS - 1] += f" (and {len(messages) - SHOWN_ERRORS} more errors)"
@@ -476,7 +492,7 @@ def _message(error: ErrorDetails, places: Places, model: type[BaseModel] = Confi
     if kind == "extra_forbidden":
         return f"{place}: unknown key {_shown(_dotted(keys))}; {_known_keys(keys, model)}"
     problem = PROBLEMS.get(kind) or error["msg"].replace("Input should be", "must be").replace("'", '"')
-    problem = problem.replace("greater than or equal to", "at least")
+    problem = problem.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     if kind not in ("config", "missing", "string_too_short", "too_short"):
         problem += f", not {_shown(error['input'])}"
     return f"{place}: {_dotted(keys)} {problem}"

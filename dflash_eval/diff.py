@@ -18,10 +18,10 @@ def diff_rows(a: dict[str, Any], b: dict[str, Any]) -> list[list[str]]:
     before = {entry["name"]: entry for entry in a["drafters"]}
     for entry in b["drafters"]:
         for metric, *where in _metrics(before[entry["name"]], entry) if entry["name"] in before else ():
-            ours, theirs = paired_means(entry, before[entry["name"]], *where)
+            ours, theirs, prompts = paired_means(entry, before[entry["name"]], *where)
             if not len(ours):
                 continue
-            interval = bootstrap_ratio_interval(ours, theirs, DRAWS, SEED, small_sample=True)
+            interval = bootstrap_ratio_interval(ours, theirs, DRAWS, SEED, prompts, small_sample=True)
             ratio = percent(ours.mean() / theirs.mean()) + (f" {percents(interval)}" if interval else "")
             rows.append(
                 [entry["name"], metric, f"{theirs.mean():.3f}", f"{ours.mean():.3f}", ratio, _verdict(interval)]

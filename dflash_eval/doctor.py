@@ -46,7 +46,7 @@ def doctor(config: Config, say: Say) -> int:
         problem = gpu_problem(config, need)
         check(f"GPU memory: {gib(sum(need))} needed ({of_what(need)}), {gib(free)} free", problem)
     else:
-        check(f"target.device {config.target.device}: {device_name(device)}", problem)
+        check(f"target.device {config.target.device}" + ("" if problem else f": {device_name(device)}"), problem)
     found = gpu_processes()
     say("· nvidia-smi is not here: which processes hold GPU memory cannot be told" if found is None else
         "· GPU memory is held by: " + (", ".join(process.holds() for process in found) or "nobody"))  # fmt: skip
@@ -88,13 +88,11 @@ def _say_gpus(check: Callable[..., None]) -> None:
 
 def _say_kernels(model: Any, config: Config, check: Callable[..., None]) -> None:
     kernels = kernels_of(model)
-    missing = fallbacks(model, config.target.require_kernels)
+    missing = fallbacks(model, config.target.required())
     names = ", ".join(name for names in missing.values() for name in names)
     check(
         "kernels: " + ", ".join(f"{name} {kernel}" for name, kernel in kernels.items()),
-        f"target.require_kernels asks for {', '.join(missing)}: pip install {pip_packages(missing)} ({names})"
-        if missing
-        else None,
+        f"the config asks for {', '.join(missing)}: pip install {pip_packages(missing)} ({names})" if missing else None,
     )
 
 
@@ -125,8 +123,12 @@ def _say_disk(
         tables = 1 if text.tie_word_embeddings else 2
         needed += tables * text.vocab_size * text.hidden_size * cachefile.DTYPES[config.target.dtype].itemsize
     folder = config.cache_dir.absolute()
-    free = shutil.disk_usage(next(parent for parent in [folder, *folder.parents] if parent.exists())).free
+    there = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    free = shutil.disk_usage(there).free
+    problem = "free some space, or set cache_dir to a larger disk, or extract.store: float8" if needed > free else None
+    if not there.is_dir():
+        problem = f"{there} is a file; cache_dir names a folder"
     check(
         f"disk: {how}{gib(needed)}, {tokens:,} tokens in {len(layers)} layers; {gib(free)} free at {config.cache_dir}",
-        "free some space, or set cache_dir to a larger disk, or extract.store: float8" if needed > free else None,
+        problem,
     )

@@ -59,31 +59,11 @@ def evaluate(config: Config, known: Sequence[dict[str, Any]] = ()) -> dict[str, 
 def _evaluate(config: Config, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not config.drafters:
         raise UserError("no drafters to evaluate: list them under drafters in the config")
-    ranks.from_first(lambda: _check_writable(config.results_dir))
+    ranks.from_first(lambda: check_writable(config.results_dir))
     cache = ranks.in_turn(lambda: _fitting_cache(config))
-    device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
     failures: Failures = {}
-    asked = [spec for spec in config.drafters if all(spec.name != entry["name"] for entry in known)]
-    drafters, weights = ranks.in_turn(lambda: _checked(config, asked, cache.manifest, failures))
-    shared = Counter(layer for _, drafter in drafters for layer in set(drafter.target_layer_ids))
-    cache.hold([layer for layer, users in shared.items() if users > 1], free_bytes(torch.device("cpu")) // 4)
-    embedding, lm_head = cache.head()
-    # The embedding stays as it is stored: of a large vocabulary few rows are looked up, and they are cast then.
-    embedding, lm_head = embedding.to(device), lm_head.to(device, dtype)
-
-    part = cache.part(ranks.rank(), ranks.size())
-
-    def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> Walked:
-        drafter = load_drafter(spec, drafter_config, device, dtype)
-        return walk_samples(drafter, part, embedding, lm_head, config.evaluate, advance)
-
-    own = _side_by_side(judge, drafters, part, _workers(len(drafters), weights * dtype.itemsize, device), failures)
-    walked = _from_all_ranks(own, len(cache.samples), failures)
-    new = [
-        summarise(spec, drafter_config, cache.samples, *walked[spec.name], config.evaluate)
-        for spec, drafter_config in drafters
-        if spec.name in walked
-    ]
+    asked = tuple(spec for spec in config.drafters if all(spec.name != entry["name"] for entry in known))
+    new = judge_drafters(config.model_copy(update={"drafters": asked}), cache, failures)
     judged = [*known, *new]
     results = {
         "schema_version": 1,
@@ -107,7 +87,7 @@ def _evaluate(config: Config, known: Sequence[dict[str, Any]]) -> dict[str, Any]
         # Without the server, whose URL may hold a password.
         "config": config.model_dump(mode="json", exclude={"completions": {"server"}}),
         "provenance": {
-            "device": device_name(device),
+            "device": device_name(pick_device(config.evaluate.device)),
             "dtype": config.evaluate.dtype,
             "software": software(),
             "commit": commit(),
@@ -125,6 +105,38 @@ def _write(results: dict[str, Any], new: Sequence[dict[str, Any]], cache: Cache,
     page = html_report(results, cache.samples, piece_decoder(cache.folder, config.target))
     write_atomically(config.results_dir / "report.html", page)
     append_history({**results, "drafters": new}, config.results_dir.parent / "history.jsonl")
+
+
+def judge_drafters(config: Config, cache: Cache, failures: Failures) -> list[dict[str, Any]]:
+    """The entries in the results of the config's drafters, judged from `cache`, whichever config it was made with.
+
+    One that fails is noted in `failures` instead; raises the first one's error when all do.
+    """
+    if config.evaluate.width > cache.manifest.vocab_size:
+        raise UserError(
+            f"evaluate.width {config.evaluate.width} is above the vocabulary of {cache.manifest.vocab_size}"
+        )
+    device, dtype = pick_device(config.evaluate.device), DTYPES[config.evaluate.dtype]
+    drafters, weights = ranks.in_turn(lambda: _checked(config, cache.manifest, failures))
+    shared = Counter(layer for _, drafter in drafters for layer in set(drafter.target_layer_ids))
+    cache.hold([layer for layer, users in shared.items() if users > 1], free_bytes(torch.device("cpu")) // 4)
+    embedding, lm_head = cache.head()
+    # The embedding stays as it is stored: of a large vocabulary few rows are looked up, and they are cast then.
+    embedding, lm_head = embedding.to(device), lm_head.to(device, dtype)
+
+    part = cache.part(ranks.rank(), ranks.size())
+
+    def judge(spec: DrafterSpec, drafter_config: DrafterConfig, advance: Callable[[int], None]) -> Walked:
+        drafter = load_drafter(spec, drafter_config, device, dtype)
+        return walk_samples(drafter, part, embedding, lm_head, config.evaluate, advance)
+
+    own = _side_by_side(judge, drafters, part, _workers(len(drafters), weights * dtype.itemsize, device), failures)
+    walked = _from_all_ranks(own, len(cache.samples), failures)
+    return [
+        summarise(spec, drafter_config, cache.samples, *walked[spec.name], config.evaluate)
+        for spec, drafter_config in drafters
+        if spec.name in walked
+    ]
 
 
 def _fitting_cache(config: Config) -> Cache:
@@ -155,7 +167,8 @@ def _from_all_ranks(own: dict[str, Walked], samples: int, failures: Failures) ->
     return whole
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
+    """Make the folder of results; raises UserError where nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -171,25 +184,19 @@ def _check_cache(cache: Cache, config: Config) -> None:
             f"{cache.folder} is the cache of something else: {different[0]}\n"
             "point cache_dir at the right cache, or extract again under another name"
         )
-    if config.evaluate.width > cache.manifest.vocab_size:
-        raise UserError(
-            f"evaluate.width {config.evaluate.width} is above the vocabulary of {cache.manifest.vocab_size}"
-        )
 
 
-def _checked(
-    config: Config, asked: Sequence[DrafterSpec], manifest: Manifest, failures: Failures
-) -> tuple[list[Drafter], int]:
+def _checked(config: Config, manifest: Manifest, failures: Failures) -> tuple[list[Drafter], int]:
     """The drafters whose checkpoints can be judged from the cache, and the most weights that one of them has."""
     drafters: list[Drafter] = []
     weights = 0
-    for spec in asked:
+    for spec in config.drafters:
         try:
             drafter_config = read_config(spec)
             check_fits(spec, drafter_config, manifest, config.evaluate.width)
             weights = max(weights, check_weights(spec, drafter_config))
         except UserError as error:
-            _fail(spec, error, failures, len(asked))
+            _fail(spec, error, failures, len(config.drafters))
         else:
             drafters.append((spec, drafter_config))
     return drafters, weights

@@ -25,13 +25,22 @@ from dflash_eval.drafter.checkpoint import read_config
 from dflash_eval.errors import Stopped, UserError
 from dflash_eval.gpu_memory import check_gpu_memory
 from dflash_eval.lock import lock
-from dflash_eval.machine import device_name, software
+from dflash_eval.machine import device_name, pick_device, software
 from dflash_eval.progress import progress
 from dflash_eval.prompts import Prompt, has_chat_template, load_prompts, render_turn
 from dflash_eval.resume import resumable
 from dflash_eval.signals import Stop, stoppable
 from dflash_eval.states import plan_shards, write_states
-from dflash_eval.target import Target, TargetFiles, load_target, load_tokenizer, tokenizer_fingerprint
+from dflash_eval.target import (
+    Target,
+    TargetFiles,
+    find_layers,
+    load_target,
+    load_tokenizer,
+    require_kernels,
+    skeleton,
+    tokenizer_fingerprint,
+)
 from dflash_eval.texts import write_tokenizer
 
 COMPILING_PAYS = 1e17  # floating-point operations: some minutes of a large GPU
@@ -58,7 +67,7 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
             from dflash_eval.fetching import fetch_missing
 
             ranks.from_first(lambda: fetch_missing(folder, config, tokenizer, files, prompts, say))
-        check_gpu_memory(config, files, layers)
+        _check_target(config, files, layers)
         target = load_target(files, config.target)
         say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
         manifest = ranks.from_first(lambda: begun or _new_manifest(folder, config, settings, layers, target))
@@ -131,22 +140,37 @@ def wanted_layers(config: Config) -> list[int]:
     return sorted(layers)
 
 
+def _check_target(config: Config, files: TargetFiles, layers: Sequence[int]) -> None:
+    """What would stop the run once the weights are read, found before."""
+    pick_device(config.target.device)
+    if files.gguf:  # its config is slow to read, and it has no linear attention
+        return
+    model = skeleton(files, config.target)
+    _check_layers(config, len(find_layers(model)), layers)
+    require_kernels(model, config.target)
+    check_gpu_memory(model, config, files, layers)
+
+
+def _check_layers(config: Config, count: int, layers: Sequence[int]) -> None:
+    beyond = [layer for layer in layers if layer >= count]
+    if beyond:
+        raise UserError(
+            f"layers {_join(beyond)} do not exist: {config.target.model} has layers 0 to {count - 1}\n"
+            "mend extract.layers, or the drafter whose target_layer_ids name them"
+        )
+
+
 def _new_manifest(
     folder: Path, config: Config, settings: dict[str, Any], layers: list[int], target: Target
 ) -> Manifest:
-    beyond = [layer for layer in layers if layer >= len(target.layers)]
-    if beyond:
-        raise UserError(
-            f"layers {_join(beyond)} do not exist: {config.target.model} has layers 0 to {len(target.layers) - 1}\n"
-            "mend extract.layers, or the drafter whose target_layer_ids name them"
-        )
+    _check_layers(config, len(target.layers), layers)
     manifest = Manifest(
         name=config.name,
         settings=settings,
         layers=layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        dtype="bfloat16" if config.extract.store == "bfloat16" else config.target.dtype,
+        dtype=config.states_dtype(),
         target_stats=config.extract.target_stats,
         batch_tokens=config.extract.max_batch_tokens,
         shard_bytes=config.extract.shard_bytes,
@@ -174,7 +198,7 @@ def _whole_shards(folder: Path, manifest: Manifest, samples: Sequence[Sample], t
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"{folder}: no disk space: the states need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free\n"
+            f"{folder}: no disk space: the states need {needed / 2**20:,.1f} MiB, {free / 2**20:,.1f} are free\n"
             "free some space and run the same command, or set cache_dir to a larger disk"
         )
     return manifest.shards

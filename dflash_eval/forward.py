@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
-from dflash_eval.cache import DTYPES, Sample, to_float8
+from dflash_eval.cache import Sample, state_columns
 from dflash_eval.machine import out_of_memory
 from dflash_eval.target import Target, shield_kernels
 
@@ -25,7 +25,7 @@ def forward(
 ) -> dict[str, Tensor]:
     """The batch's columns of a shard, the samples' tokens back to back, on the target's device(s).
 
-    `hidden/<layer>` [tokens, hidden] is in dtype `store`; float8 has its bits there, and `scale/<layer>` [tokens].
+    The states are as `state_columns` has them for `store`.
     With `sampling`, `argmax` (int32) and `logprob` (float32) [tokens] of the token after each position: -1 and NaN
     where that is none of the completion. Without it the forward ends after the last wanted layer.
 
@@ -46,10 +46,7 @@ def forward(
             device = states.device
             at.setdefault(device, at[target.device].to(device))
             states = states.index_select(0, at[device])
-        if store == "float8":
-            columns[f"hidden/{layer}"], columns[f"scale/{layer}"] = to_float8(states)
-        else:
-            columns[f"hidden/{layer}"] = states.to(DTYPES[store])
+        columns.update(state_columns(layer, states, store))
 
     output = run_body(target, ids, layers, keep, whole=sampling is not None)
     if sampling is not None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_eval.acceptance.statistics import Interval, bootstrap_ratio_interval, prompt_means
+from dflash_eval.acceptance.statistics import Interval, bootstrap_ratio_interval, sample_means
 from dflash_eval.errors import UserError
+from dflash_eval.prompts import prompt_id
 
 METRICS = "tau, tau_micro, expected_tau, ddtree_width or ddtree_budget_<nodes>"
 FEWEST = 5  # prompts: of fewer, all may well be below by chance (1 in 16 for 4), and no interval helps
@@ -77,17 +78,18 @@ def worse(results: dict[str, Any], earlier: dict[str, Any], margin: float, draws
     """
     reasons = []
     for entry, before in pairs(results, earlier):
-        ours, theirs = paired_means(entry, before)
-        interval = bootstrap_ratio_interval(ours, theirs, draws, seed, small_sample=True)
-        if interval is None or len(ours) < FEWEST:
+        ours, theirs, prompts = paired_means(entry, before)
+        interval = bootstrap_ratio_interval(ours, theirs, draws, seed, prompts, small_sample=True)
+        count = len(set(prompts))
+        if interval is None or count < FEWEST:
             raise UserError(
-                f"{entry['name']}: {len(ours)} prompts in common with the earlier results; below {FEWEST} chance alone "
+                f"{entry['name']}: {count} prompts in common with the earlier results; below {FEWEST} chance alone "
                 "would raise alarms"
             )
         if interval[1] < 1 - margin:
             reasons.append(
                 f"{entry['name']}: τ {ours.mean():.3f} is {percent(ours.mean() / theirs.mean())} of the earlier "
-                f"{theirs.mean():.3f} {percents(interval)} over {len(ours)} prompts, below the margin's "
+                f"{theirs.mean():.3f} {percents(interval)} over {count} prompts, below the margin's "
                 f"{percent(1 - margin)}"
             )
     return reasons
@@ -108,17 +110,19 @@ def pairs(results: dict[str, Any], earlier: dict[str, Any]) -> list[tuple[dict[s
 
 def paired_means(
     entry: dict[str, Any], other: dict[str, Any], key: str = "acceptance_lengths", budget: str | None = None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean acceptance lengths of the prompts that both have, with a cycle in each: two arrays [prompts]."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64], list[str]]:
+    """Mean acceptance lengths of the samples that both have, with a cycle in each, [samples], and their prompts."""
 
     def lengths(sample: dict[str, Any]) -> list[int]:
         return sample[key][budget] if budget is not None else sample[key]
 
     theirs = {sample["id"]: lengths(sample) for sample in other["samples"]}
-    both = [(lengths(sample), theirs[sample["id"]]) for sample in entry["samples"] if sample["id"] in theirs]
-    columns = prompt_means([own for own, _ in both]), prompt_means([their for _, their in both])
-    finite = np.isfinite(columns[0]) & np.isfinite(columns[1])
-    return columns[0][finite], columns[1][finite]
+    both = [
+        (lengths(sample), theirs[sample["id"]], prompt_id(sample["id"]))
+        for sample in entry["samples"]
+        if sample["id"] in theirs and lengths(sample) and theirs[sample["id"]]
+    ]
+    return sample_means([own for own, *_ in both]), sample_means([their for _, their, _ in both]), [p for *_, p in both]
 
 
 def percent(ratio: float) -> str:

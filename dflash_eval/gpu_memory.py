@@ -17,7 +17,7 @@ from dflash_eval.errors import UserError
 from dflash_eval.forward import HEAD_ROWS
 from dflash_eval.machine import pick_device, rank_devices
 from dflash_eval.server import is_local, shown_url
-from dflash_eval.target import TargetFiles, skeleton
+from dflash_eval.target import TargetFiles
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,14 @@ class GpuProcess:
         return f"{Path(self.name).name}, pid {self.pid}, holds {gib(self.bytes)}{of}"
 
 
-def check_gpu_memory(config: Config, files: TargetFiles, layers: Sequence[int]) -> None:
-    """Raises UserError when target and batch would not fit into the GPU memory that is free, naming who holds it."""
-    device = pick_device(config.target.device)
-    if device.type != "cuda" or files.gguf:
+def check_gpu_memory(model: Any, config: Config, files: TargetFiles, layers: Sequence[int]) -> None:
+    """Raises UserError when target and batch would not fit into the GPU memory that is free, naming who holds it.
+
+    model: the target on the meta device.
+    """
+    if pick_device(config.target.device).type != "cuda":
         return
-    problem = gpu_problem(config, needed_bytes(skeleton(files, config.target), files, config, layers))
+    problem = gpu_problem(config, needed_bytes(model, files, config, layers))
     if problem:
         raise UserError(f"{config.target.model}: {problem}")
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dflash_eval import cache as cachefile
 from dflash_eval.acceptance.sampling import Sampling
-from dflash_eval.cache import DTYPES, Cache, Manifest, Sample, ShardWriter
+from dflash_eval.cache import DTYPES, Manifest, Sample, ShardWriter
 from dflash_eval.config import Config
 from dflash_eval.errors import UserError
 from dflash_eval.forward import HEAD_ROWS, token_stats
@@ -25,7 +25,10 @@ from dflash_eval.progress import progress
 from dflash_eval.prompts import RenderedPrompt, load_prompts, render_turn
 from dflash_eval.saved_states import Entry, Saved, list_entries, read_saved
 
-DOUBTFUL = 0.5  # greedy agreement below which tokens and states hardly belong together
+# Greedy agreement. SmolLM2's states give 1 on its own greedy text, 0.8 on text that it sampled at temperature 1, 0.5 on
+# another author's; those of one layer before the last 0.65, of four before it 0.47; those of other tokens 0.01 to 0.02.
+UNRELATED = 0.2
+DOUBTFUL, DOUBTFUL_SAMPLED = 0.9, 0.5
 
 
 def import_states(
@@ -34,7 +37,8 @@ def import_states(
     """Fill `config.cache_dir` from the files under `source`; returns it.
 
     layers: the decoder layers (from 0) that the files' states are of, in their order. A sequence's prompt is the one of
-    the config's that it begins with, or what its loss mask leaves out. Raises UserError for what does not fit.
+    the config's that it begins with, or what its loss mask leaves out. Raises UserError for what does not fit, states
+    and tokens that have nothing to do with each other included.
     """
     folder = config.cache_dir
     entries = list_entries(source)
@@ -61,7 +65,7 @@ def import_states(
             layers=sorted(layers),
             hidden_size=text_config.hidden_size,
             vocab_size=len(head.output) if head else text_config.vocab_size,
-            dtype=config.target.dtype,
+            dtype=config.states_dtype(),
             target_stats=False,
             batch_tokens=config.extract.max_batch_tokens,
             shard_bytes=config.extract.shard_bytes,
@@ -79,18 +83,22 @@ def import_states(
         except BaseException:
             cachefile.delete_states(folder)
             raise
+        agreement = cachefile.greedy_agreement(folder, manifest.shards)
+        if agreement is not None:
+            manifest.provenance["imported"]["greedy_agreement"] = agreement
         manifest.complete = True
         cachefile.write_manifest(folder, manifest)
-    agreement = Cache(folder).greedy_agreement()
     say(f"{folder}: {len(samples)} sequences, {sum(map(len, samples)):,} tokens, layers {manifest.layers}")
     if agreement is None:
         say("greedy agreement not checked: that takes the head and the last layer's states")
     else:
-        manifest.provenance["imported"]["greedy_agreement"] = agreement
-        cachefile.write_manifest(folder, manifest)
         say(f"greedy agreement {agreement:.4f}")
-        if agreement < DOUBTFUL:
-            say("states and tokens hardly belong together: look at --layers and --ids-from, and at the target's name")
+    if agreement is not None and agreement < (DOUBTFUL_SAMPLED if manifest.sampling() else DOUBTFUL):
+        say(
+            "Less than another engine or a quantised target accounts for. Either the last layer's states are another "
+            "layer's\n(look at --layers and --ids-from), or the text is not the target's own: another model's or a "
+            "person's, or sampled\n(then set completions.temperature). Of text that is not its own, τ says little"
+        )
     return folder
 
 
@@ -115,13 +123,25 @@ def _shards(
                 raise UserError(f"{entry.place}: prompt {saved.sample.id!r}, as {found[saved.sample.id]} is already")
             found[saved.sample.id] = entry.place
             group.append(saved)
-            size = sum(other.states.numel() for other in group) * DTYPES[manifest.dtype].itemsize
-            if size >= manifest.shard_bytes or entry is entries[-1]:
+            if (
+                sum(len(other.sample) for other in group) * manifest.token_bytes() >= manifest.shard_bytes
+                or entry is entries[-1]
+            ):
                 _write(folder, manifest, group, layers, head, config)
+                _refuse_unrelated(cachefile.greedy_agreement(folder, manifest.shards), entry)
                 samples += [other.sample for other in group]
                 group = []
             advance(1)
     return samples
+
+
+def _refuse_unrelated(agreement: float | None, entry: Entry) -> None:
+    if agreement is not None and agreement < UNRELATED:
+        raise UserError(
+            f"greedy agreement {agreement:.4f} up to {entry.place}: not this target's states of these tokens\n"
+            "look at the target's name, at --layers and --ids-from, and whether states and token ids stand at the same "
+            "positions"
+        )
 
 
 def _write(
@@ -139,7 +159,9 @@ def _write(
         manifest.target_stats = stats
     path = folder / f"states-{len(manifest.shards):05d}.h5"
     samples = [entry.sample for entry in group]
-    writer = ShardWriter(path, samples, manifest.layers, manifest.hidden_size, manifest.dtype, manifest.target_stats)
+    writer = ShardWriter(
+        path, samples, manifest.layers, manifest.hidden_size, manifest.stored_dtype(), manifest.target_stats
+    )
     try:
         for index, entry in enumerate(group):
             for place, layer in enumerate(layers):

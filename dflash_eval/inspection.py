@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +19,7 @@ from dflash_eval.config import DrafterOverrides, DrafterSpec, EvaluateConfig
 from dflash_eval.drafter.checkpoint import read_config, target_of
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.fit import Fit, check_fit, compare_weights
-from dflash_eval.drafter.weights import read_tensors
+from dflash_eval.drafter.weights import not_finite, read_tensors
 from dflash_eval.errors import UserError
 from dflash_eval.sources import resolve
 
@@ -37,6 +36,8 @@ def inspect(
     """Facts of a checkpoint, which `overrides` amend, and of the one to hold it `against`; with a cache, whether that
     can serve them. Reads all weights. Raises UserError for what no config can be read of.
     """
+    if not checkpoint or against == "":
+        raise UserError("an empty name is no checkpoint")
     manifest = _manifest(cache) if cache else None
     specs = [DrafterSpec(name="checkpoint", checkpoint=checkpoint, overrides=overrides)]
     if against is not None:
@@ -83,7 +84,7 @@ def _facts(spec: DrafterSpec, manifest: Manifest | None) -> Facts:
         if target["kinds"]
         else None,
         "reads_last_layer": None if layers is None else layers - 1 in wanted,
-        "fc_inputs": fit.stored["fc.weight"].shape[-1] if "fc.weight" in fit.stored else None,
+        "fc_inputs": next(iter(fit.stored["fc.weight"].shape[1:]), None) if "fc.weight" in fit.stored else None,
         "layers": [_layer(config, i) for i in range(config.num_layers)],
         "rope_theta": config.rope_parameters.get("rope_theta"),
         "rope_type": config.rope_parameters["rope_type"],
@@ -153,16 +154,16 @@ def _target(spec: DrafterSpec, manifest: Manifest | None, config: DrafterConfig)
 
 def _weights(fit: Fit) -> Facts:
     """What the weights themselves show: those that are not finite, and norms that no training has touched."""
-    not_finite, untrained = {}, []
+    broken, untrained = {}, []
     for name, tensor in read_tensors(fit.stored):
         if not tensor.dtype.is_floating_point:
             continue
-        low, high = torch.aminmax(tensor)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            not_finite[name] = {"nan": int(tensor.isnan().sum()), "infinite": int(tensor.isinf().sum())}
-        elif name.endswith("norm.weight") and low == high:
-            untrained.append(f"{name} (all {float(low):g})")
-    return {"not_finite": not_finite, "untrained_norms": untrained}
+        nan, infinite = not_finite(tensor)
+        if nan or infinite:
+            broken[name] = {"nan": nan, "infinite": infinite}
+        elif name.endswith("norm.weight") and len(tensor.unique()) == 1:
+            untrained.append(f"{name} (all {float(tensor.flatten()[0]):g})")
+    return {"not_finite": broken, "untrained_norms": untrained}
 
 
 def _problems(spec: DrafterSpec, config: DrafterConfig, fit: Fit, facts: Facts) -> list[str]:

@@ -24,12 +24,13 @@ def lock(folder: Path, say: Say = lambda _: None) -> Iterator[None]:
 
     Raises UserError naming the holder.
     """
+    path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); cache_dir names it") from None
-    path = folder / ".lock"
-    with open(path, "a+", encoding="utf-8") as handle:
+        raise UserError(f"{error.filename}: cannot be made ({error.strerror}); cache_dir names the folder") from None
+    with file as handle:
         before = _holder(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

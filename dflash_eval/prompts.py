@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os.path
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -39,6 +40,11 @@ class Prompt:
     def sample_ids(self) -> list[str]:
         """Every turn is a sample, whose prompt holds the conversation so far: <id>, or <id>/turn-1, <id>/turn-2, ..."""
         return [self.id] if len(self.turns) == 1 else [f"{self.id}/turn-{n}" for n in range(1, len(self.turns) + 1)]
+
+
+def prompt_id(sample_id: str) -> str:
+    """The id of the prompt that a sample is of: without the turn that `Prompt.sample_ids` adds."""
+    return re.sub(r"/turn-\d+$", "", sample_id)
 
 
 @dataclass(frozen=True)

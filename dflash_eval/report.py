@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dflash_eval.cache import write_atomically
 from dflash_eval.cost import cost_lines, cost_table
+from dflash_eval.prompts import prompt_id
 from dflash_eval.sweep import HEADER as SWEEP_HEADER
 from dflash_eval.sweep import sweep_lines, sweep_rows
 
@@ -46,6 +47,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
 
 
 def print_table(console: Console, header: list[str], rows: list[list[str]]) -> None:
+    """Fit for the console's width; a row with `REFERENCE` in it is bold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(header[0], overflow="fold", min_width=9)
     for title in header[1:]:
@@ -57,24 +59,25 @@ def print_table(console: Console, header: list[str], rows: list[list[str]]) -> N
 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
-    parts = [f"# {results['name']}", headline(results), _markdown_table(*main_table(results))]
+    parts = [f"# {results['name']}", headline(results), markdown_table(*main_table(results))]
     parts += [f"- {line}" for line in notes(results)]
     if steps := sweep_rows(results):
-        parts += ["## τ by training step", _markdown_table(SWEEP_HEADER, steps)]
+        parts += ["## τ by training step", markdown_table(SWEEP_HEADER, steps)]
     if costs := cost_table(results):
-        parts += [f"## {SPEEDUP}", _markdown_table(*costs)]
+        parts += [f"## {SPEEDUP}", markdown_table(*costs)]
     if categories := category_table(results, intervals=True):
-        parts += ["## τ by category", _markdown_table(*categories)]
-    parts += ["## DDTree: τ by budget (nodes under the root)", _markdown_table(*budget_table(results))]
+        parts += ["## τ by category", markdown_table(*categories)]
+    parts += ["## DDTree: τ by budget (nodes under the root)", markdown_table(*budget_table(results))]
     parts += [
         "## Position acceptance (share of cycles that accept at least i drafts)",
-        _markdown_table(*slot_table(results)),
+        markdown_table(*slot_table(results)),
     ]
-    parts += ["## τ by prompt", _markdown_table(*_prompt_table(results))]
+    parts += ["## τ by prompt", markdown_table(*_prompt_table(results))]
     parts += ["## Provenance", "```json\n" + json.dumps(provenance(results), indent=2, ensure_ascii=False) + "\n```"]
     parts += [
         "τ is the mean over prompts of each prompt's mean acceptance length; τ micro is committed tokens / cycles over "
-        "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt."
+        "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt; the turns "
+        "of a conversation, each a sample, are one prompt there."
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -182,7 +185,9 @@ def _failed(results: dict[str, Any]) -> list[str]:
 def headline(results: dict[str, Any]) -> str:
     cache = results["cache"]
     agreement = cache["greedy_agreement"]
-    text = f"{cache['target']}: {cache['samples']} prompts, {cache['completion_tokens']:,} completion tokens"
+    samples, prompts = cache["samples"], len({prompt_id(sample["id"]) for sample in results["drafters"][0]["samples"]})
+    counted = f"{prompts} prompts" + (f" ({samples} turns)" if samples != prompts else "")
+    text = f"{cache['target']}: {counted}, {cache['completion_tokens']:,} completion tokens"
     empty = sum(not sample["acceptance_lengths"] for sample in results["drafters"][0]["samples"])
     if empty:
         text += f" ({empty} of the completions have 0 or 1 tokens and no cycle)"
@@ -256,7 +261,7 @@ def provenance(results: dict[str, Any]) -> dict[str, Any]:
     return {"cache": results["cache"], "evaluation": results["provenance"], "drafters": drafters}
 
 
-def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
     lines.insert(1, "| --- |" + " ---: |" * (len(header) - 1))
     return "\n".join(lines)

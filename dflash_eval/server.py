@@ -29,6 +29,7 @@ T = TypeVar("T")
 BACKOFF_S = 1.0  # before the first further try; doubles with each
 LONGEST_WAIT_S = 300.0
 CONNECT_S = 10.0
+CHECK_RETRIES = 3  # a server that answers 500 to a field it does not know does so at each way of asking
 BUSY = {408, 425, 429, 500, 502, 503, 504, 529}
 REFUSED = {400, 413, 414, 415, 422, 501}
 SPEC_COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
@@ -86,7 +87,7 @@ class Server:
         *ways, self.ask = ASK_FOR_IDS[self.path]
         for way in ways:
             try:
-                reply = await self.complete({**short, **way}, "of the check", lambda reply: reply)
+                reply = await self.complete({**short, **way}, "of the check", lambda reply: reply, CHECK_RETRIES)
             except (Refused, Broken):  # perhaps for what is asked beside; the plain request tells
                 continue
             if reply.ids or reply.pieces:
@@ -94,14 +95,18 @@ class Server:
                 return
         await self.complete(short, "of the check", lambda reply: reply)
 
-    async def complete(self, body: dict[str, Any], name: str, accept: Callable[[Reply], T]) -> T:
-        """One completion, as `accept` takes it from the reply or, by BadReply, asks for another try.
+    async def complete(
+        self, body: dict[str, Any], name: str, accept: Callable[[Reply], T], most: int | None = None
+    ) -> T:
+        """One completion, as `accept` takes it from the reply or, by BadReply, asks for another try; most: retries,
+        where they are fewer than the config's.
 
         Raises UserError for a request that the server refuses and RunError when no try succeeds.
         """
         body = {**body, **self.ask} | ({} if self.path == "/generate" else {"model": self.model})
         status, problem = 0, ""
-        for attempt in range(self.config.retries + 1):
+        retries = self.config.retries if most is None else min(most, self.config.retries)
+        for attempt in range(retries + 1):
             wait = BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5)
             status = 0
             try:
@@ -115,11 +120,11 @@ class Server:
                 wait = max(wait, _retry_after(response.headers.get("Retry-After", "0")))
             except (BadReply, RunError) as error:
                 problem = str(error)
-            if attempt < self.config.retries:
+            if attempt < retries:
                 self.tries_again += 1
                 await asyncio.sleep(min(wait, LONGEST_WAIT_S))
         kind = Broken if status == 500 else RunError
-        raise kind(f"{self.shown}{self.path}: prompt {name!r}: {problem} ({self.config.retries + 1} tries)")
+        raise kind(f"{self.shown}{self.path}: prompt {name!r}: {problem} ({retries + 1} tries)")
 
     async def spec_counters(self) -> tuple[float, float] | None:
         """vLLM's counts of drafts and of accepted draft tokens since it started; None where it offers none."""

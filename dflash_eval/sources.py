@@ -105,16 +105,17 @@ def fingerprint(path: Path) -> str:
     The five places tell one fine-tune from another without reading 50 GB; they are no protection from an adversary.
     """
     digest = hashlib.sha256()
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors", ".gguf"))
-    )
+    inside = [path] if path.is_file() else path.iterdir()
+    files = sorted(p for p in inside if p.suffix in (".json", ".safetensors", ".gguf") and not p.is_dir())
     for file in files:
-        size = file.stat().st_size
-        digest.update(json.dumps([file.name, size]).encode())
-        with open(file, "rb") as handle:
-            for place in range(5):
-                handle.seek((size - SAMPLED_BLOCK) * place // 4 if size > 5 * SAMPLED_BLOCK else SAMPLED_BLOCK * place)
-                digest.update(handle.read(SAMPLED_BLOCK))
+        try:
+            size = file.stat().st_size
+            digest.update(json.dumps([file.name, size]).encode())
+            with open(file, "rb") as handle:
+                for i in range(5):
+                    place = (size - SAMPLED_BLOCK) * i // 4 if size > 5 * SAMPLED_BLOCK else SAMPLED_BLOCK * i
+                    handle.seek(place)
+                    digest.update(handle.read(SAMPLED_BLOCK))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     return digest.hexdigest()[:16]

@@ -12,7 +12,7 @@ from dflash_eval.acceptance.statistics import (
     bootstrap_interval,
     bootstrap_ratio_interval,
     minimum_detectable_difference,
-    prompt_means,
+    sample_means,
     tau,
     tau_micro,
     wins_ties_losses,
@@ -23,6 +23,7 @@ from dflash_eval.config import DrafterSpec, EvaluateConfig
 from dflash_eval.cost import cost_rows
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.path import tree_scores
+from dflash_eval.prompts import prompt_id
 
 
 def summarise(
@@ -34,14 +35,15 @@ def summarise(
     config: EvaluateConfig,
 ) -> dict[str, Any]:
     """A drafter's entry in the results; walks: [samples][rules], expected: each sample's expected τ or None."""
+    prompts = np.array([prompt_id(sample.id) for sample in samples])
 
     def rule(index: int) -> dict[str, Any]:
-        means = prompt_means([sample[index].committed for sample in walks])
-        return {"tau": tau(means), "tau_ci95": bootstrap_interval(means, config.bootstrap, config.seed)}
+        means = sample_means([sample[index].committed for sample in walks])
+        return {"tau": tau(means), "tau_ci95": bootstrap_interval(means, config.bootstrap, config.seed, prompts)}
 
     chain = [sample[0].committed for sample in walks]
     tokens, cycles = (np.array([measure(lengths) for lengths in chain], dtype=np.float64) for measure in (sum, len))
-    means = prompt_means(chain)
+    means = sample_means(chain)
     return {
         "name": spec.name,
         "reference": spec.reference,
@@ -53,7 +55,7 @@ def summarise(
         **rule(0),
         "tau_micro": tau_micro(chain),
         "tau_micro_ci95": bootstrap_ratio_interval(
-            tokens[cycles > 0], cycles[cycles > 0], config.bootstrap, config.seed
+            tokens[cycles > 0], cycles[cycles > 0], config.bootstrap, config.seed, prompts[cycles > 0]
         ),
         "cycles": sum(map(len, chain)),
         "ddtree_width": {"k": config.width, **rule(1)},
@@ -70,13 +72,15 @@ def summarise(
             config.cost.verify_ms,
         ),
         "expected_tau": None if expected is None else tau(expected),
-        "expected_tau_ci95": None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed),
+        "expected_tau_ci95": (
+            None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed, prompts)
+        ),
         "categories": [
             {
                 "category": name,
                 "samples": len(inside),
                 "tau": tau(means[inside]),
-                "tau_ci95": bootstrap_interval(means[inside], config.bootstrap, config.seed),
+                "tau_ci95": bootstrap_interval(means[inside], config.bootstrap, config.seed, prompts[inside]),
                 "tau_micro": tau_micro([chain[i] for i in inside]),
             }
             for name, inside in _categories(samples).items()
@@ -110,11 +114,14 @@ def compare(judged: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[di
     if reference is None:
         return []
     theirs = _lengths(reference)
+    prompts = [prompt_id(sample["id"]) for sample in reference["samples"]]
     rows = []
     for candidate in judged:
         for metric, ours in _lengths(candidate).items() if candidate is not reference else ():
-            means = prompt_means(ours), prompt_means(theirs[metric])
+            means = sample_means(ours), sample_means(theirs[metric])
+            differences = means[0] - means[1]
             value, aim = tau(means[0]), tau(means[1])
+            counts = wins_ties_losses(differences, prompts)
             rows.append({
                 "candidate": candidate["name"],
                 "reference": reference["name"],
@@ -122,11 +129,11 @@ def compare(judged: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[di
                 "candidate_value": value,
                 "reference_value": aim,
                 "difference": None if value is None or aim is None else value - aim,
-                "difference_ci95": bootstrap_interval(means[0] - means[1], config.bootstrap, config.seed),
-                "minimum_detectable_difference": minimum_detectable_difference(means[0] - means[1]),
+                "difference_ci95": bootstrap_interval(differences, config.bootstrap, config.seed, prompts),
+                "minimum_detectable_difference": minimum_detectable_difference(differences, prompts),
                 "ratio": None if value is None or aim is None else value / aim,
-                "ratio_ci95": bootstrap_ratio_interval(*means, config.bootstrap, config.seed),
-                "prompts": dict(zip(("above", "level", "below"), wins_ties_losses(means[0] - means[1]), strict=True)),
+                "ratio_ci95": bootstrap_ratio_interval(*means, config.bootstrap, config.seed, prompts),
+                "prompts": dict(zip(("above", "level", "below"), counts, strict=True)),
             })  # fmt: skip
     return rows
 

@@ -81,11 +81,11 @@ def sweep_lines(results: dict[str, Any]) -> list[str]:
 
 def _against(entry: dict[str, Any], best: dict[str, Any], results: dict[str, Any]) -> tuple[str, str]:
     """Difference in τ to the best before with its paired interval, and whether that is more than noise."""
-    ours, theirs = paired_means(entry, best)
+    ours, theirs, prompts = paired_means(entry, best)
     if not len(ours):
         return "", ""
     difference, made = ours - theirs, results["provenance"]
-    interval = bootstrap_interval(difference, made.get("bootstrap", 10_000), made.get("seed", 0))
+    interval = bootstrap_interval(difference, made.get("bootstrap", 10_000), made.get("seed", 0), prompts)
     if interval is None:
         return f"{difference.mean():+.2f}", ""
     told = f"{difference.mean():+.2f} [{interval[0]:+.2f}, {interval[1]:+.2f}]"

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dflash_eval.cache import DTYPES
 from dflash_eval.config import TargetConfig
-from dflash_eval.errors import UserError, reason
+from dflash_eval.errors import RunError, Stopped, UserError
 from dflash_eval.machine import pick_device, rank_devices
 from dflash_eval.sources import fingerprint, resolve
 
@@ -85,8 +85,13 @@ class TargetFiles:
     def check_weights(self) -> None:
         """Raises UserError naming the safetensors file that is missing or not whole, before minutes go into reading."""
         index = self.folder / "model.safetensors.index.json"
-        there = sorted(self.folder.glob("*.safetensors"))
-        listed = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else set()
+        there = sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
+        try:
+            listed = set(map(str, json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except FileNotFoundError:
+            listed = set()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            raise UserError(f"{index}: not a list of weights; fetch the target again") from None
         for path in [self.folder / name for name in sorted(listed)] or there:
             try:
                 with safe_open(path, framework="pt"):
@@ -124,29 +129,47 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     """Load a causal LM, or the language model of a multimodal one, for inference.
 
-    Raises UserError for what cannot be loaded and for a required kernel that the target would not run on.
+    Raises UserError for what cannot be loaded, weights that do not fit the config among it.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = pick_device(config.device)
-    if config.require_kernels and not files.gguf:  # a GGUF holds no linear attention that needs a kernel
-        _require_kernels(skeleton(files, config), config)  # before any weight is read
+    _restore_kernels()
     with load_errors(config):
         if not files.gguf:
             files.check_weights()
         auto = AutoModelForCausalLM if files.gguf else _model_class(files, config)[0]  # a GGUF's config is slow to read
-        model = auto.from_pretrained(
+        model, report = auto.from_pretrained(
             files.folder,
             dtype=DTYPES[config.dtype],
             **_placement(config, device),
             trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,  # said below, with names
+            output_loading_info=True,
             **files.arguments(),
-        ).eval()
+        )
+        _check_fitting(model, report, config)
+    model.eval()
+    if config.kernels == "torch":
+        use_fallbacks(model)
     return Target(model, find_layers(model), model.get_input_embeddings().weight.device, kernels_of(model))
+
+
+def _check_fitting(model: Any, report: dict[str, Any], config: TargetConfig) -> None:
+    """Raises UserError for parameters that the weights did not give: transformers fills them with random numbers."""
+    wrong = [(key, "is missing") for key in sorted(report["missing_keys"])]
+    wrong += [(key, f"is {list(there)}, not {list(asked)}") for key, there, asked in sorted(report["mismatched_keys"])]
+    if wrong and not getattr(model.config, "quantization_config", None):  # whose tensors go by other names
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise UserError(
+            f"{config.model}: the weights do not fit config.json: {wrong[0][0]} {wrong[0][1]}{more}; "
+            "fetch the target again"
+        )
 
 
 def skeleton(files: TargetFiles, config: TargetConfig) -> Any:
     """The target without weights, on the meta device."""
+    _restore_kernels()
     with load_errors(config):
         auto, described = _model_class(files, config)
         with torch.device("meta"):
@@ -174,13 +197,14 @@ def _placement(config: TargetConfig, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def load_errors(config: TargetConfig) -> Iterator[None]:
-    """Turn what transformers says about unreadable model files into one plain error."""
+    """Turn what transformers says about unreadable model files, in exceptions of any kind, into one plain error."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise UserError(f"{config.model}: cannot be loaded as a target: {reason(error)[:300]}") from error
+    except (UserError, RunError, Stopped, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{config.model}: cannot be loaded as a target: {said[:300]}") from error
 
 
 def find_layers(model: Any) -> nn.ModuleList:
@@ -249,6 +273,34 @@ def shield_kernels(model: Any) -> None:
             setattr(module, name, torch.compiler.disable(function))
 
 
+REPLACED: dict[tuple[str, str], Any] = {}  # (modelling module, name) → what `use_fallbacks` put aside
+
+
+def use_fallbacks(model: Any) -> None:
+    """Bind the target's exchangeable functions to their torch fallbacks, until a target is loaded again."""
+    for module, name, (package, called) in _bindings(model):
+        if called:
+            REPLACED[module.__name__, name] = getattr(module, name)
+            setattr(module, name, _fallback(inspect.unwrap(getattr(module, name)), package))
+
+
+def _fallback(implementation: Callable[..., Any], package: str) -> Callable[..., Any]:
+    """As transformers binds it where `package`, which offers a kernel, is not installed; `_bindings` reads both."""
+    known = tuple(inspect.signature(implementation).parameters)
+
+    def bound(*arguments: Any, **named: Any) -> Any:
+        assert package  # holds it in the closure
+        return implementation(*arguments, **{key: value for key, value in named.items() if key in known})
+
+    return bound
+
+
+def _restore_kernels() -> None:
+    for (module, name), function in REPLACED.items():
+        setattr(sys.modules[module], name, function)
+    REPLACED.clear()
+
+
 def fallbacks(model: Any, required: Sequence[str]) -> dict[str, list[str]]:
     """Package → the target's functions that it offers and that would run on the torch fallback instead."""
     found: dict[str, list[str]] = {}
@@ -262,14 +314,15 @@ def pip_packages(packages: Iterable[str]) -> str:
     return " ".join(DISTRIBUTIONS[package] for package in packages)
 
 
-def _require_kernels(model: Any, config: TargetConfig) -> None:
-    missing = fallbacks(model, config.require_kernels)
+def require_kernels(model: Any, config: TargetConfig) -> None:
+    """Raises UserError for a required kernel that the target would not run on."""
+    missing = fallbacks(model, config.required())
     if missing:
         functions = ", ".join(name for names in missing.values() for name in names)
         raise UserError(
-            f"{config.model}: {functions} would run on the torch fallback, but target.require_kernels asks for "
+            f"{config.model}: {functions} would run on the torch fallback, but the config asks for "
             f"{', '.join(missing)}\ninstall what is missing (pip install {pip_packages(missing)}) "
-            "or set target.require_kernels: []"
+            "or set target.require_kernels: [] and target.kernels: auto"
         )
 
 

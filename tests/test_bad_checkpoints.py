@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from drafters import CPU, error, head_of, load, spec, speculators_json
 from safetensors.torch import load_file, save_file
 
 from dflash_eval.config import DrafterSpec, load_config
-from dflash_eval.drafter.checkpoint import load_drafter, read_config
+from dflash_eval.drafter.checkpoint import load_drafter, read_config, target_of
+from dflash_eval.drafter.model import Group
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
+from dflash_eval.inspection import inspect
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def test_speculators_ids_that_hold_the_last_layer(tiny, tmp_path):
 
 def test_speculators_ids_that_hold_the_embedding(tiny, tmp_path):
     raw = speculators_json(tiny.raw, aux_hidden_state_layer_ids=[0, 3])
-    assert "target_layer_ids [-1, 2] are not layers" in error(
+    assert "target_layer_ids is [-1, 2], not layers" in error(
         read_config, spec(save_drafter(tmp_path / "d", raw, {"x": torch.ones(1)}))
     )
 
@@ -75,6 +78,8 @@ def test_a_width_above_the_draft_vocabulary(tiny, tmp_path):
         ({"d2t": torch.full((100,), 200)}, "d2t does not map 100 draft tokens into the target's 260"),
         ({"d2t": -torch.arange(100)}, "1 of them different"),
         ({"d2t": torch.zeros(100)}, "d2t holds float32, not token ids"),
+        ({"t2d": torch.ones((), dtype=torch.bool)}, "t2d is [], config.json asks for [260]"),
+        ({"t2d": torch.ones(VOCABULARY, 1, dtype=torch.bool)}, "t2d is [260, 1], config.json asks for [260]"),
         ({"t2d": torch.arange(VOCABULARY) < 99}, "t2d marks 99 of 260 tokens, config.json says 100 of 260"),
         ({"d2t": torch.zeros(100, dtype=torch.int64), "t2d": torch.arange(VOCABULARY) >= 160}, "name different tokens"),
     ],
@@ -85,16 +90,121 @@ def test_a_reduced_vocabulary_that_is_no_part_of_the_targets(tiny, tmp_path, ten
     assert says in error(load, folder)
 
 
-@pytest.mark.parametrize("value", [None, -1, "x", [], {"a": 1}, 1 << 40])
+OPTIONAL = (
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "is_causal", "rope_scaling",
+    "rope_parameters", "draft_vocab_size", "conv_kernel_size", "selector_rank", "markov_rank", "sample_from_anchor",
+    "speculators_config", "transformer_layer_config", "num_target_layers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value", [None, -1, 0, 3, 0.5, math.nan, pytest.param(10**400, id="huge"), True, "x", [], [{}], {"a": 1}, 1 << 40]
+)
 def test_whatever_a_config_holds_the_error_is_a_plain_one(folder, value):
-    """Each key in turn; where nothing is wrong with the value, the drafter loads."""
-    plain = drafter_json()
-    for key in (*plain, *plain["dflash_config"]):
-        raw = drafter_json()
+    """Each key in turn; where nothing is wrong with the value, the drafter drafts."""
+    plain = drafter_json(layer_types=["sliding_attention", "full_attention"], sliding_window=5)
+    for key in (*plain, *plain["dflash_config"], *OPTIONAL):
+        raw = json.loads(json.dumps(plain))
+        if key == "num_target_layers":
+            del raw["dflash_config"]["target_layer_ids"]
         (raw["dflash_config"] if key in raw["dflash_config"] else raw)[key] = value
         (folder / "config.json").write_text(json.dumps(raw))
         with suppress(UserError):
-            load(folder)
+            drafter = load(folder)
+            target_of(spec(folder))
+            block = torch.ones(1, drafter.config.block_size, 32) * drafter.config.input_embedding_scale
+            context = drafter.context(torch.ones(1, 7, drafter.fc.in_features))
+            hidden = drafter.draft(block, torch.tensor([7]), context, [Group(slice(0, 1), slice(0, 1), 7)])
+            assert drafter.logits(hidden, torch.ones(VOCABULARY, 32)).isfinite().all(), key
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "spiral"}, "makes no RoPE of it"),
+        ({"rope_type": "yarn", "partial_rotary_factor": 0.5, "rope_theta": 1e4, "factor": 2.0}, "frequencies"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0}, "finite"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": float("nan")}, "rope_parameters"),
+        ({"rope_type": "yarn", "rope_theta": 1e4}, "factor"),
+        ({"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}, "each kind of layer"),
+    ],
+)
+def test_a_rope_that_no_drafter_can_have_is_named(folder, rope, message):
+    """Nothing falls back to another base, and no frequency is infinite."""
+    (folder / "config.json").write_text(json.dumps(drafter_json(rope_parameters=rope)))
+    said = error(read_config, spec(folder))
+    assert "config.json: rope_parameters" in said
+    assert message in said
+
+
+@pytest.mark.parametrize("key", ["speculators_config", "transformer_layer_config", "rope_parameters", "architectures"])
+def test_a_section_of_another_kind_is_named(folder, key):
+    (folder / "config.json").write_text(json.dumps(drafter_json(**{key: "x"})))
+    assert f"config.json: {key} is 'x', not a" in error(read_config, spec(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model-00002-of-00004.safetensors", "run.pt"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to nothing"])
+def test_what_is_no_file_is_named_and_not_read(folder, name, kind):
+    """A pipe nobody writes to, or /dev/zero, would be read for ever."""
+    if name.startswith("model-"):
+        shards(folder)
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else "nowhere")
+    message = error(load, path if name == "run.pt" else folder)
+    assert str(folder) in message
+    assert any(
+        word in message
+        for word in (
+            "cannot be read",
+            "no config.json",
+            "no such file",
+            "neither",
+            "missing",
+            "no weights",
+            "are there",
+        )
+    )
+
+
+def test_a_name_longer_than_any_path(tmp_path):
+    assert "File name too long" in error(read_config, spec(tmp_path / ("x" * 5000)))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"": torch.ones(1), "a\nb": torch.ones(1)}, "a tensor called 'a\\nb'"),
+        ({"\x1b[31m": torch.ones(1)}, "a tensor called '\\x1b[31m'"),
+        ({1: torch.ones(1)}, "a tensor called 1"),
+        ({("norm", "weight"): torch.ones(1)}, "a tensor called ('norm', 'weight')"),
+        ({"norm.weight": torch.eye(32).to_sparse()}, "sparse, quantised or nested"),
+        ({"norm.weight": torch.ones(32, device="meta")}, "norm.weight is larger than what the file holds of it"),
+        ({"norm.weight": torch.tensor(1.0)}, "norm.weight is [], config.json asks for [32]"),
+        ({"fc.weight": torch.tensor(1.0)}, "fc.weight is [], config.json asks for [32, 96]"),
+        ({"fc.weight": torch.ones(0, 96)}, "fc.weight is [0, 96], config.json asks for [32, 96]"),
+    ],
+)
+def test_tensors_that_are_no_weights(folder, tensors, says):
+    torch.save({**load_file(folder / "model.safetensors"), **tensors}, folder / "run.pt")
+    assert says in error(load, folder / "run.pt")
+    with suppress(UserError):
+        assert any(says in problem for problem in inspect(str(folder / "run.pt"))["checkpoint"]["problems"])
+
+
+@pytest.mark.parametrize("shape", [(64, 32), ()])
+def test_a_fused_projection_beside_those_that_it_holds_or_of_another_shape(folder, shape):
+    state = load_file(folder / "model.safetensors")
+    state["layers.0.self_attn.qkv_proj.weight"] = torch.zeros(shape)
+    save_file(state, folder / "model.safetensors")
+    message = error(load, folder)
+    assert "both layers.0.self_attn.qkv_proj.weight and" in message or "is [], config.json asks for 32" in message
 
 
 # Files
@@ -292,7 +402,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
-@pytest.mark.parametrize("kind", ["safetensors"])
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
 def test_loading_takes_little_more_memory_than_the_checkpoint_is_large(tmp_path, kind):
     raw = drafter_json(hidden_size=1024, intermediate_size=8192, num_hidden_layers=5, layer_types=None)
     folder = save_drafter(tmp_path / "d", raw, {"x": torch.ones(1)})

@@ -198,6 +198,7 @@ def test_a_file_that_is_no_config_is_refused_with_its_line(tmp_path, text, messa
         ("extract.layers", "all", 'must be "auto" or a list of layer numbers from 0 up, not "all"'),
         ("extract.layers", "[1, -2]", 'must be "auto" or a list of layer numbers from 0 up, not [1, -2]'),
         ("extract.layers", "[]", "must not be empty"),
+        ("prompts.limit", str(10**20), "must be less than 9223372036854775808, not 100000000000000000000"),
         ("extract.extra_layers", "[-1]", "must be at least 0, not -1"),
         ("extract.max_batch_tokens", "0", "must be at least 1, not 0"),
         ("extract.shard_bytes", "0", "must be at least 1, not 0"),
@@ -279,3 +280,21 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         with pytest.raises(UserError) as caught:
             load_config(tmp_path / name)
         assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("budgets=[0]", "evaluate.budgets.0 must be at least 1, not 0"),
+        ("budgets=[1.5]", "evaluate.budgets.0 must be a whole number, not 1.5"),
+        ("budgets=[4, 1000000001]", "evaluate.budgets.1 must be at most 1000000, not 1000000001"),
+        ("budgets=[]", "evaluate.budgets must not be empty"),
+        ("bootstrap=4000000000", "evaluate.bootstrap must be at most 1000000, not 4000000000"),
+    ],
+)
+def test_a_number_out_of_range_is_one_line(tmp_path, override, said):
+    path = tmp_path / "c.yaml"
+    path.write_text("name: a\ntarget: {model: m}\nextract: {layers: [1]}\n")
+    with pytest.raises(UserError) as error:
+        load_config(path, [f"evaluate.{override}"])
+    assert str(error.value) == f"--set evaluate.{override}: {said}"

@@ -10,9 +10,10 @@ import oracles
 import pytest
 import torch
 from conftest import END, drafter_json, tiny_tokenizer
+from serving import Serving
 from transformers import AutoModelForCausalLM
 
-from dflash_eval.cache import Cache
+from dflash_eval.cache import Cache, read_completions
 from dflash_eval.config import TargetConfig, load_config
 from dflash_eval.demo import train
 from dflash_eval.demo.prompts import HELD_OUT, composed_prompts, first_sentences
@@ -20,7 +21,8 @@ from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.evaluate import evaluate
 from dflash_eval.extract import extract
-from dflash_eval.target import TargetFiles, load_target
+from dflash_eval.fetching import fetch
+from dflash_eval.target import TargetFiles, load_target, load_tokenizer
 
 CODING_10 = [json.loads(line) for line in files("dflash_eval").joinpath("data/coding-10.jsonl").open(encoding="utf-8")]
 
@@ -159,3 +161,23 @@ def test_one_by_one_the_real_target_says_the_same(demo):
     target = load_target(TargetFiles.find(demo.target), demo.target)
     for sample in Cache(demo.cache_dir).samples[:2]:
         assert generate_batch(target, [sample.prompt_ids], demo.completions, [2]) == [sample.completion_ids]
+
+
+@pytest.mark.slow
+def test_over_http_the_real_target_says_what_it_generates_here(demo, tmp_path):
+    """Two prompts to a server that answers them one by one; the first 24 tokens of each."""
+    found, local = TargetFiles.find(demo.target), Cache(demo.cache_dir).samples[:2]
+    model, tokenizer = load_target(found, demo.target).model, load_tokenizer(found, demo.target)
+
+    def answer(prompt: list[int], most: int) -> list[int]:
+        options = {"do_sample": False, "max_new_tokens": most, "eos_token_id": 2, "pad_token_id": 2}
+        return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+    with Serving(tokenizer, answer, [2], models=(demo.target.model,)) as serving:
+        server = f"completions.server={{base_url: '{serving.url}', concurrency: 1}}"
+        sets = [f"cache_dir={tmp_path}", "completions.source=server", "completions.max_new_tokens=24", server]
+        config = load_config(Path("configs/demo.yaml"), [*sets, "prompts.limit=2"])
+        fetched = read_completions(fetch(config, say=lambda _: None))
+    for ours, theirs in zip(fetched, local, strict=True):
+        assert (ours.id, ours.prompt_ids) == (theirs.id, theirs.prompt_ids)
+        assert ours.completion_ids == theirs.completion_ids[:24]

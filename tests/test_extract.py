@@ -296,7 +296,8 @@ def test_a_damaged_shard_of_an_unfinished_cache_is_refused(copy):
         quiet(config)
 
 
-def test_layers_beyond_the_target_are_named(tiny, tmp_path):
+def test_layers_beyond_the_target_are_named_before_it_is_loaded(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_eval.extract.load_target", lambda *_: pytest.fail("loaded the target"))
     config = load_config(write_config(tmp_path, tiny.target, [], extract={"layers": [2, 6, 9]}))
     with pytest.raises(UserError, match=r"layers 6, 9 do not exist(.|\n)*layers 0 to 5"):
         quiet(config)
@@ -352,6 +353,10 @@ def test_bad_completion_files_are_refused_with_the_line(tiny, tmp_path, row, mes
     assert message in str(error.value)
 
 
+def change_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -365,7 +370,16 @@ def test_bad_completion_files_are_refused_with_the_line(tiny, tmp_path, row, mes
             ),
             r"model-00001\.safetensors: missing, though model\.safetensors\.index\.json lists it",
         ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+            r"model\.safetensors\.index\.json: not a list of weights",
+        ),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "nonsense"}'), "cannot be loaded"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "cannot be loaded"),
+        (lambda folder: change_json(folder / "config.json", num_hidden_layers="six"), "cannot be loaded"),
+        (lambda folder: change_json(folder / "config.json", num_hidden_layers=7), r"layers\.6\.[a-z_.]+ is missing"),
+        (lambda folder: change_json(folder / "config.json", intermediate_size=48), r"is \[32, 64\], not \[32, 48\]"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "cannot be loaded"),
     ],
 )
 def test_a_target_that_cannot_be_loaded_is_one_plain_error(tiny, tmp_path, break_it, message):
@@ -400,9 +414,23 @@ def test_a_disk_that_fills_keeps_the_finished_shards_and_resumes(tiny, tmp_path,
     monkeypatch.setattr(cachefile.ShardWriter, "close", full)
     with pytest.raises(UserError, match="no space left"):
         quiet(config)
-    assert [path.name for path in sorted(config.cache_dir.glob("*.h5"))] == ["states-00000.h5", "states-00001.h5"]
+    kept = {path.name for path in config.cache_dir.glob("*.h5")}  # beside them what was being closed at that moment
+    assert {"states-00000.h5", "states-00001.h5"} <= kept
+    assert "states-00002.h5" not in kept
     monkeypatch.undo()
     assert len(Cache(quiet(config)).manifest.shards) > 3
+
+
+@pytest.mark.parametrize("kibibytes", [20, 90])  # less than HDF5 writes when it makes a shard, and than a shard
+def test_a_file_that_may_not_grow_is_one_plain_error_and_the_run_resumes(tiny, tmp_path, kibibytes):
+    path = write_config(tmp_path, tiny.target, [("a", tiny.drafter)])
+    command = f"ulimit -f {kibibytes}; exec {sys.executable} -m dflash_eval extract -c {path}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "no space left on the disk (File too large)" in ended.stderr
+    assert not list((tmp_path / "cache").glob(".states-*"))
+    assert Cache(quiet(load_config(path))).samples
 
 
 def test_conversations_are_answered_turn_by_turn_and_every_turn_is_a_sample(tiny, tmp_path):
@@ -428,6 +456,8 @@ def test_conversations_are_answered_turn_by_turn_and_every_turn_is_a_sample(tiny
     assert [(c["category"], c["samples"]) for c in drafter["categories"]] == [("chat", 2), (None, 4)]
     means = [np.mean(s["acceptance_lengths"]) for s in drafter["samples"] if s["category"] == "chat"]
     assert drafter["categories"][0]["tau"] == pytest.approx(np.mean(means))
+    assert drafter["categories"][0]["tau_ci95"] is None  # two turns, but one conversation
+    assert drafter["categories"][1]["tau_ci95"] is not None
     said = [{"id": sample.id, "completion_ids": sample.completion_ids} for sample in cache.samples]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
     completions = {"source": "file", "file": str(tmp_path / "said.jsonl"), "max_new_tokens": 12}
@@ -447,6 +477,8 @@ def test_required_kernels_that_would_fall_back_stop_the_run_before_any_weight_is
     config = load_config(path, ["target.require_kernels=[fla, causal_conv1d]"])
     with pytest.raises(UserError, match="pip install causal-conv1d flash-linear-attention"):
         quiet(config)
+    with pytest.raises(UserError, match=r"\(pip install flash-linear-attention\)"):
+        quiet(load_config(path, ["target.kernels=fla"]))
 
 
 def test_the_manifest_says_which_kernels_ran(tiny, tiny_hybrid):
@@ -475,6 +507,6 @@ def test_a_run_that_failed_before_it_made_anything_leaves_no_cache_in_the_way(ti
 def test_a_cache_folder_that_cannot_be_is_a_plain_error(tiny, tmp_path, inside):
     (tmp_path / "file").write_text("not a folder")
     path = write_config(tmp_path, tiny.target, [("a", tiny.drafter)], cache_dir=str(tmp_path / inside))
-    with pytest.raises(UserError, match="cache_dir names it"):
+    with pytest.raises(UserError, match="cache_dir names the folder"):
         quiet(load_config(path))
     assert (tmp_path / "file").read_text() == "not a folder"

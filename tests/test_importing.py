@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate
+from dflash_eval.extract import extract
 from dflash_eval.importing import import_states
 
 
@@ -169,13 +171,64 @@ def test_layers_out_of_order_shards_and_the_last_answer_of_a_conversation(setup)
     assert any("not checked" in line for line in said)
 
 
-def test_states_of_other_tokens_show_in_the_agreement(setup):
+def test_states_of_other_tokens_are_refused_and_leave_no_cache(setup):
     _, saved, config, folder, _ = setup
-    shifted = {name: (sample, states.roll(1, 0), normed) for name, (sample, states, normed) in saved.items()}
-    write_vllm(shifted, folder)
-    said: list[str] = []
-    import_states(config, folder, [0, 2, 4, 5], say=said.append)
-    assert any("hardly belong together" in line for line in said)
+    for name, (sample, states, normed) in saved.items():
+        others = replace(sample, completion_ids=[(token + 1) % 250 for token in sample.completion_ids])
+        saved[name] = others, states, normed
+    write_vllm(saved, folder)
+    with pytest.raises(UserError, match="not this target's states of these tokens") as error:
+        import_states(config, folder, [0, 2, 4, 5], say=lambda _: None)
+    assert len(str(error.value).splitlines()) <= 3
+    assert not [*config.cache_dir.glob("*.h5"), *config.cache_dir.glob("*.json*")]
+
+
+@pytest.mark.parametrize(
+    ("every", "temperature", "doubted"),
+    [(20, 0, False), (8, 0, True), (3, 0, True), (3, 1, False), (1.5, 1, True)],
+)
+def test_text_that_is_partly_the_targets_own_is_taken_with_a_warning(tiny, tmp_path, every, temperature, doubted):
+    """Every so many tokens of an answer are another's; below 0.9 it is doubted, of sampled answers below 0.5."""
+    cache = Cache(tiny.folder / "cache")
+    (tmp_path / "saved").mkdir()
+    sample = max(cache.samples, key=len)
+    model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32).eval()
+    states, _ = forward(model, sample)
+    ids, start = torch.tensor(sample.input_ids), len(sample.prompt_ids)
+    changed = torch.arange(start + 1, len(ids), every).long()
+    ids[changed] = (ids[changed] + 1) % 250
+    other = int((ids != torch.tensor(sample.input_ids)).sum()) / len(sample.completion_ids)
+    tensors = {"token_ids": ids, "hidden_states": states[:, [5, 6]].contiguous()}
+    save_file(tensors, tmp_path / "saved" / "a.safetensors")
+    path = write_config(tmp_path, tiny.target, [("a", tiny.drafter)])
+    config, said = load_config(path, [f"completions.temperature={temperature}"]), []
+    ours = Cache(import_states(config, tmp_path / "saved", [4, 5], say=said.append))
+    assert ours.manifest.provenance["imported"]["greedy_agreement"] == pytest.approx(1 - other)
+    assert any("not the target's own" in line for line in said) == doubted
+
+
+@pytest.mark.parametrize("store", ["float8", "bfloat16"])
+def test_states_are_stored_as_asked_to_the_bit_as_extraction_stores_them(tiny, tmp_path, store):
+    whole = Cache(tiny.folder / "cache")
+    (tmp_path / "saved").mkdir()
+    for sample in whole.samples:
+        states = whole.features(sample.id, [0, 2, 4]).reshape(len(sample), 3, 32)
+        tensors = {"token_ids": torch.tensor(sample.input_ids), "hidden_states": states}
+        save_file(tensors, tmp_path / "saved" / f"{sample.id}.safetensors")
+    path = write_config(
+        tmp_path,
+        tiny.target,
+        [("trained", tiny.drafter)],
+        extract={"store": store, "layers": [0, 2, 4], "target_stats": False},
+    )
+    theirs = Cache(extract(load_config(path, [f"cache_dir={tmp_path / 'own'}"]), say=lambda _: None))
+    ours = Cache(import_states(load_config(path), tmp_path / "saved", [0, 2, 4], say=lambda _: None))
+    for sample in whole.samples:
+        assert torch.equal(ours.features(sample.id, [0, 2, 4]), theirs.features(sample.id, [0, 2, 4]))
+        assert not torch.equal(ours.features(sample.id, [0, 2, 4]).float(), whole.features(sample.id, [0, 2, 4]))
+    sizes = [sum(shard.bytes for shard in cache.manifest.shards) for cache in (ours, theirs, whole)]
+    assert sizes[0] == sizes[1] < 0.8 * sizes[2]
+    assert ours.manifest.dtype == theirs.manifest.dtype
 
 
 def test_a_cache_that_is_there_is_not_overwritten_without_force(setup):

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from conftest import MASK, drafter_json, save_drafter
-from drafters import head_of, speculators_json
+from drafters import error, head_of, speculators_json
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -112,6 +112,10 @@ def test_json_on_the_command_line_and_overrides_for_what_no_config_tells(tiny, t
 def test_an_override_that_does_not_exist_names_the_nearest():
     with pytest.raises(UserError, match=r'unknown key "block_sise"; did you mean "block_size"\?'):
         load_overrides(["block_sise=4"])
+
+
+def test_an_empty_name_is_no_checkpoint():
+    assert "no checkpoint" in error(inspect, "")
 
 
 def test_no_cache_is_told(tiny, tmp_path):

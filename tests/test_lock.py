@@ -87,3 +87,9 @@ def test_extract_goes_on_after_a_run_that_died_with_the_lock(tiny, tmp_path):
     assert "took over" in said[0]
     with lock(config.cache_dir), pytest.raises(UserError, match="another extraction"):
         extract(config, say=lambda _: None)
+
+
+def test_a_lock_file_that_cannot_be_made_is_a_plain_error(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UserError, match=r"\.lock: cannot be made"), lock(tmp_path):
+        pass

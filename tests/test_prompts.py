@@ -18,6 +18,7 @@ from dflash_eval.prompts import (
     has_chat_template,
     is_chat,
     load_prompts,
+    prompt_id,
     render_prompt,
     render_turn,
     stop_token_ids,
@@ -100,6 +101,12 @@ def test_every_turn_is_a_sample_whose_prompt_holds_the_conversation_so_far():
     assert Prompt("p", ("a",)).sample_ids == ["p"]
     prompt = Prompt("p", ("hello", "world"), "greetings", "be brief")
     assert prompt.sample_ids == ["p/turn-1", "p/turn-2"]
+    assert [prompt_id(sample_id) for sample_id in (*prompt.sample_ids, "p", "p/turn-one")] == [
+        "p",
+        "p",
+        "p",
+        "p/turn-one",
+    ]
     start = ["<system>", "be", "brief", "<end>", "<user>", "hello", "<end>", "<assistant>"]
     config = PromptsConfig(system="another that the row's own goes before")
     first, second = (render_turn(tokenizer(), prompt, config, answers) for answers in ([], ["question"]))

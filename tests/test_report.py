@@ -6,10 +6,13 @@ import copy
 import io
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from dflash_eval.config import EvaluateConfig
 from dflash_eval.report import gap, gaps, markdown, print_report
+from dflash_eval.summary import compare
 
 BUDGETS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -110,6 +113,25 @@ def test_the_references_row_alone_is_marked(results, show):
     assert "reference" in rows(text, "z-lab")[0]
     for name in ("mine-12000", "mine-9000"):
         assert "reference" not in rows(text, name)[0]
+
+
+def test_a_conversation_is_one_prompt_in_headline_counts_and_intervals(results):
+    reference, candidate = copy.deepcopy(results["drafters"][:2])
+    sampled = {}
+    for drafter, lengths in ((reference, [4] * 10), (candidate, [2, 2, 2, 9, 3, 5, 4, 4, 2, 4])):
+        drafter["ddtree_budget"] = []
+        for i, (sample, length) in enumerate(zip(drafter["samples"], lengths, strict=True)):
+            sample["id"], sample["acceptance_lengths"] = f"p{i // 2}/turn-{i % 2 + 1}", [length]
+        sampled[drafter["name"]] = lengths
+    row = compare([reference, candidate], EvaluateConfig(bootstrap=3000))[0]
+    assert row["prompts"] == {"above": 1, "level": 2, "below": 2}
+    pairs = np.reshape(np.subtract(sampled[candidate["name"]], sampled[reference["name"]]), (5, 2))
+    means = pairs[np.random.default_rng(0).integers(5, size=(3000, 5))].mean((1, 2))
+    assert row["difference_ci95"] == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
+    results.update(drafters=[reference, candidate], comparisons=[row])
+    for text in (" ".join(printed(results).split()), markdown(results)):
+        assert "5 prompts (10 turns), 5,120 completion tokens" in text
+        assert "2 of 5 prompts below" in text
 
 
 @pytest.mark.parametrize("show", [printed, markdown])

@@ -95,6 +95,17 @@ def test_a_pickled_tensor_that_claims_more_than_its_storage_is_refused(folder, t
     assert "norm.weight is larger than what the file holds of it" in error(load, folder)
 
 
+def test_dicts_without_end_and_a_memo_of_any_size_are_refused(folder):
+    endless: dict = {}
+    endless["model"] = endless
+    torch.save(endless, folder / "model.pt")
+    assert "no weights in it" in error(load, folder)
+    with zipfile.ZipFile(folder / "model.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02r\xff\xff\xff\x7f.")
+        archive.writestr("archive/version", "3")
+    assert "not a readable torch checkpoint" in error(load, folder)
+
+
 def test_a_compressed_torch_archive_is_refused(folder, tmp_path):
     buffer = io.BytesIO()
     torch.save({"norm.weight": torch.zeros(1 << 20)}, buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import signal
@@ -16,6 +17,8 @@ import pytest
 import torch
 from conftest import write_config
 from test_extract import KILLED, by_sample, quiet
+from transformers.integrations import hub_kernels
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dflash_eval import cache as cachefile
 from dflash_eval.bench.matmuls import Matmuls
@@ -224,40 +227,55 @@ def test_compiled_layers_say_the_same_and_a_failing_compiler_is_told(tiny, monke
     torch.testing.assert_close(forward(target, samples, [0, 5], "float32", None), plain)
 
 
-def test_compiled_layers_call_the_kernels_that_the_manifest_names(tiny_hybrid, monkeypatch):
-    """Tracing that passes for an export, as any does in torch 2.11, makes transformers take its torch fallback."""
-    from transformers.integrations import hub_kernels
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """Qwen3.5's chunked rule bound as to an installed package, and the list of the calls that reach it."""
     fallback, calls = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule), []
 
-    def chunk_gated_delta_rule(query, key, value, g, beta, **how):
+    @functools.wraps(fallback)
+    def chunk_gated_delta_rule(query, *arguments, **named):
         calls.append(len(query))
-        return fallback(query, key, value, g, beta, **how)
+        return fallback(query, *arguments, **named)
 
     chunk_gated_delta_rule.__module__ = "kernelpack.ops"
     package = types.ModuleType("kernelpack")
     package.chunk_gated_delta_rule = chunk_gated_delta_rule
     monkeypatch.setitem(sys.modules, "kernelpack", package)
     monkeypatch.setattr(hub_kernels, "_KERNELS_INTERNAL_PATH_MAPPINGS", {})
-    monkeypatch.setattr(hub_kernels, "is_torchdynamo_exporting", torch.compiler.is_compiling)
     bound = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "kernelpack")(fallback)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", bound)
+    return calls
+
+
+def test_compiled_layers_call_the_kernels_that_the_manifest_names(tiny_hybrid, kernel_calls, monkeypatch):
+    """Tracing that passes for an export, as any does in torch 2.11, makes transformers take its torch fallback."""
+    monkeypatch.setattr(hub_kernels, "is_torchdynamo_exporting", torch.compiler.is_compiling)
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call: real(call, backend="eager"))
     torch._dynamo.reset()
-
     target, samples = loaded(tiny_hybrid.config), Cache(tiny_hybrid.folder / "cache").samples
-    assert kernels_of(target.model)["chunk_gated_delta_rule"].startswith("kernelpack")
+    assert target.kernels["chunk_gated_delta_rule"].startswith("kernelpack")
     plain = forward(target, samples, [0, 2], "float32", None)
-    uncompiled = list(calls)
+    uncompiled = list(kernel_calls)
     assert uncompiled
-    calls.clear()
+    kernel_calls.clear()
     compile_layers(target, lambda: forward(target, samples, [2], "float32", None), pytest.fail)
     compiled = forward(target, samples, [0, 2], "float32", None)
-    assert calls == 2 * uncompiled
+    assert kernel_calls == 2 * uncompiled
     torch.testing.assert_close(compiled, plain)
     assert kernels_of(target.model)["chunk_gated_delta_rule"].startswith("kernelpack")
+
+
+def test_kernels_torch_takes_the_fallbacks_for_one_target_and_no_other(tiny_hybrid, kernel_calls):
+    samples = Cache(tiny_hybrid.folder / "cache").samples
+    target = loaded(load_config(tiny_hybrid.config_path, ["target.kernels=torch"]))
+    assert target.kernels["chunk_gated_delta_rule"] == "torch"
+    fallback = forward(target, samples, [0, 2], "float32", None)
+    assert not kernel_calls
+    target = loaded(tiny_hybrid.config)
+    assert target.kernels["chunk_gated_delta_rule"].startswith("kernelpack")
+    torch.testing.assert_close(forward(target, samples, [0, 2], "float32", None), fallback)
+    assert kernel_calls
 
 
 # Reduced storage

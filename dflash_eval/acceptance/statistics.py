@@ -1,53 +1,61 @@
 """τ of a set of walks, and what ten prompts can and cannot tell: bootstrap intervals over prompts.
 
-A prompt's cycles are not independent of each other, so prompts are what is drawn anew (a cluster bootstrap), and a
-comparison of two drafters draws the same prompts for both (paired).
+A prompt's cycles are not independent of each other, nor are the samples that a conversation's turns make, so prompts
+are what is drawn anew, with all their turns (a cluster bootstrap), and a comparison of two drafters draws the same
+prompts for both (paired). `prompts` names each sample's prompt; without it every sample is a prompt of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 Interval = tuple[float, float]
+Prompts = Iterable[Hashable] | None
 
 
-def prompt_means(acceptance_lengths: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Mean acceptance length of each prompt, [prompts]; NaN for a prompt without a cycle."""
+def sample_means(acceptance_lengths: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Mean acceptance length of each sample, [samples]; NaN for a sample without a cycle."""
     return np.array([np.mean(lengths) if len(lengths) else np.nan for lengths in acceptance_lengths])
 
 
 def tau(means: NDArray[np.float64]) -> float | None:
-    """Mean over prompts of the prompt's mean, as z-lab prints; prompts without a cycle do not count."""
+    """Mean over samples of the sample's mean, as z-lab prints; samples without a cycle do not count."""
     return float(np.nanmean(means)) if np.isfinite(means).any() else None
 
 
 def tau_micro(acceptance_lengths: Sequence[Sequence[int]]) -> float | None:
-    """Committed tokens / cycles over all prompts, as DeepSpec prints."""
+    """Committed tokens / cycles over all samples, as DeepSpec prints."""
     cycles = sum(len(lengths) for lengths in acceptance_lengths)
     return sum(sum(lengths) for lengths in acceptance_lengths) / cycles if cycles else None
 
 
-def bootstrap_interval(values: NDArray[np.float64], draws: int, seed: int) -> Interval | None:
-    """95% percentile interval of the mean of `values` [prompts] under resampling; None below two finite values."""
-    return _interval(values[:, None], lambda means: means[:, 0], draws, seed)
+def bootstrap_interval(values: NDArray[np.float64], draws: int, seed: int, prompts: Prompts = None) -> Interval | None:
+    """95% percentile interval of the mean of `values` [samples] under resampling of prompts; None below two prompts
+    with finite values."""
+    return _interval(values[:, None], prompts, lambda means: means[:, 0], draws, seed)
 
 
 def bootstrap_ratio_interval(
-    above: NDArray[np.float64], below: NDArray[np.float64], draws: int, seed: int, *, small_sample: bool = False
+    above: NDArray[np.float64],
+    below: NDArray[np.float64],
+    draws: int,
+    seed: int,
+    prompts: Prompts = None,
+    *,
+    small_sample: bool = False,
 ) -> Interval | None:
-    """95% percentile interval of mean(above) / mean(below), both [prompts] and drawn together.
+    """95% percentile interval of mean(above) / mean(below), both [samples] and drawn together.
 
-    With tokens above and cycles below it is the interval of `tau_micro`; with two drafters' prompt means, that of
+    With tokens above and cycles below it is the interval of `tau_micro`; with two drafters' sample means, that of
     the ratio of their τ. None below two prompts that are finite in both. small_sample: take percentiles further out, as
     few prompts need: Hesterberg's expanded interval (2015, section 5.4), whose level is what t takes of so many.
     """
     columns = np.stack([above, below], axis=1)
-    tail = expanded_tail(int(np.isfinite(columns).all(1).sum())) if small_sample else 0.025
-    return _interval(columns, lambda means: means[:, 0] / means[:, 1], draws, seed, tail)
+    return _interval(columns, prompts, lambda means: means[:, 0] / means[:, 1], draws, seed, small_sample)
 
 
 def expanded_tail(n: int) -> float:
@@ -72,42 +80,64 @@ def _student_975(degrees: int) -> float:
     ))  # fmt: skip
 
 
-def minimum_detectable_difference(differences: NDArray[np.float64]) -> float | None:
+def minimum_detectable_difference(differences: NDArray[np.float64], prompts: Prompts = None) -> float | None:
     """The paired difference in τ that this many prompts would show to be one, four times in five.
 
-    (z(0.975) + z(0.8)) s / sqrt(n), s the standard deviation of `differences` [prompts]: the usual sample-size formula
-    at 5% significance and 80% power. None below two finite values.
+    (z(0.975) + z(0.8)) times the standard error of the mean of `differences` [samples]: the usual sample-size formula
+    at 5% significance and 80% power. The error is s / sqrt(n) of n samples of standard deviation s; where prompts have
+    several, that of a ratio of prompts' totals (Cochran 1977, section 6.4). None below two prompts with finite values.
     """
-    differences = differences[np.isfinite(differences)]
-    if len(differences) < 2:
+    totals, sizes = _totals(differences[:, None], prompts)
+    if len(sizes) < 2:
         return None
     z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
-    return float(z * differences.std(ddof=1) / np.sqrt(len(differences)))
+    residuals = totals[:, 0] - sizes * (totals[:, 0].sum() / sizes.sum())
+    deviation = np.sqrt((residuals * residuals).sum() / (len(sizes) - 1))
+    return float(z * deviation / np.sqrt(len(sizes)) / sizes.mean())
 
 
-def wins_ties_losses(differences: NDArray[np.float64]) -> tuple[int, int, int]:
-    """Of `differences` [prompts], how many are above, at and below 0; NaN counts nowhere."""
-    return int((differences > 0).sum()), int((differences == 0).sum()), int((differences < 0).sum())
+def wins_ties_losses(differences: NDArray[np.float64], prompts: Prompts = None) -> tuple[int, int, int]:
+    """How many prompts are above, at and below 0 in the mean of their `differences` [samples]; NaN counts nowhere."""
+    totals, _ = _totals(differences[:, None], prompts)
+    return int((totals > 0).sum()), int((totals == 0).sum()), int((totals < 0).sum())
 
 
 def _interval(
     columns: NDArray[np.float64],
+    prompts: Prompts,
     statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
     draws: int,
     seed: int,
-    tail: float = 0.025,
+    small_sample: bool = False,
 ) -> Interval | None:
-    """Of a statistic [draws] of the columns' means [draws, k]; columns: [prompts, k], drawn by the row."""
-    columns = columns[np.isfinite(columns).all(1)]
-    if len(columns) < 2:
+    """Of a statistic [draws] of the columns' means [draws, k]; columns: [samples, k], drawn by the prompt."""
+    totals, sizes = _totals(columns, prompts)
+    if len(sizes) < 2:
         return None
     rng = np.random.default_rng(seed)
-    means = np.concatenate([
-        columns[rng.integers(len(columns), size=(rows, len(columns)))].mean(1)
-        for rows in _chunks(draws, max(1, 4_000_000 // columns.size))
-    ])  # fmt: skip
-    low, high = np.quantile(statistic(means), [tail, 1 - tail])
+    means = []
+    for rows in _chunks(draws, max(1, 4_000_000 // totals.size)):
+        drawn = rng.integers(len(sizes), size=(rows, len(sizes)))
+        means.append(totals[drawn].sum(1) / sizes[drawn].sum(1)[:, None])
+    tail = expanded_tail(len(sizes)) if small_sample else 0.025
+    low, high = np.quantile(statistic(np.concatenate(means)), [tail, 1 - tail])
     return float(low), float(high)
+
+
+def _totals(columns: NDArray[np.float64], prompts: Prompts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Each prompt's sums of the columns [prompts, k] and samples in them [prompts], in order of appearance.
+
+    columns: [samples, k]; a sample that is not finite in all of them is left out.
+    """
+    finite = np.logical_and.reduce(np.isfinite(columns), axis=1)
+    kept = columns[finite]
+    if prompts is None:
+        return kept, np.ones(len(kept))
+    numbers: dict[Hashable, int] = {}
+    own = [numbers.setdefault(prompt, len(numbers)) for prompt, there in zip(prompts, finite, strict=True) if there]
+    totals = np.zeros((len(numbers), columns.shape[1]))
+    np.add.at(totals, own, kept)
+    return totals, np.bincount(own, minlength=len(numbers)).astype(np.float64)
 
 
 def _chunks(total: int, size: int) -> list[int]:

@@ -23,7 +23,7 @@ from dflash_eval.forward import compile_layers, forward
 from dflash_eval.machine import device_name, out_of_memory, pick_device
 from dflash_eval.signals import Stop
 from dflash_eval.states import Times, plan_shards, write_states
-from dflash_eval.target import Target, TargetFiles, find_layers, kernels_of, load_target
+from dflash_eval.target import Target, TargetFiles, find_layers, kernels_of, load_target, require_kernels
 
 Say = Callable[[str], None]
 # What the drafter's shape (synthetic.py) leaves open; layers are linear attention but for each fourth.
@@ -148,7 +148,9 @@ def _of_shape(shape: str, device: torch.device) -> tuple[Target, list[int], str]
 
 
 def _of_config(config: Config) -> tuple[Target, list[int], str]:
-    return load_target(TargetFiles.find(config.target), config.target), wanted_layers(config), config.target.dtype
+    target, layers = load_target(TargetFiles.find(config.target), config.target), wanted_layers(config)
+    require_kernels(target.model, config.target)
+    return target, layers, config.target.dtype
 
 
 @torch.inference_mode()

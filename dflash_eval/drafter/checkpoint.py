@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_eval.config import DrafterOverrides, DrafterSpec
+from dflash_eval.config import DrafterSpec
+from dflash_eval.drafter.checks import check_rope, check_shape, check_values, mend
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.fit import check_fit, compare_weights
 from dflash_eval.drafter.formats import ARCHITECTURES, normalise
 from dflash_eval.drafter.model import DFlashDrafter
-from dflash_eval.drafter.weights import PICKLES, Stored, read_json, read_tensors, stored_tensors
+from dflash_eval.drafter.weights import PICKLES, Stored, not_finite, read_json, read_tensors, readable, stored_tensors
 from dflash_eval.errors import UserError
 from dflash_eval.sources import resolve
-
-MOST_LAYERS = 1000
 
 
 def read_config(spec: DrafterSpec) -> DrafterConfig:
@@ -33,7 +32,6 @@ def read_config(spec: DrafterSpec) -> DrafterConfig:
     path, raw = _raw_config(spec)
     overrides = spec.overrides.model_dump(exclude_none=True)
     try:
-        _check_layers(raw)
         format, values = normalise(raw)
         nested = values.get("dflash_config") or {}
         if "rope_theta" in overrides:
@@ -45,12 +43,13 @@ def read_config(spec: DrafterSpec) -> DrafterConfig:
         key = error.args[0]
         if key == "num_target_layers":
             raise UserError(
-                f"{path}: neither 'target_layer_ids' nor 'num_target_layers'\n{_mend(spec, 'target_layer_ids')}"
+                f"{path}: neither 'target_layer_ids' nor 'num_target_layers'\n{mend(spec, 'target_layer_ids')}"
             ) from None
-        raise UserError(f"{path}: no {key!r}\n{_mend(spec, key)}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: no {key!r}\n{mend(spec, key)}") from None
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path}: {error}") from None
-    _check_values(path, spec, config)
+    check_values(path, spec, config)
+    check_rope(path, spec, config)
     return config
 
 
@@ -88,21 +87,31 @@ def target_of(spec: DrafterSpec) -> tuple[str | None, int | None]:
 
 def _raw_config(spec: DrafterSpec) -> tuple[Path, dict[str, Any]]:
     """config.json and where it lies; for a file without one, what its tensors and the overrides tell."""
-    path = resolve(spec.checkpoint, files=("config.json",))
-    if path.is_file():
-        beside = _config_beside(path)
-        return (beside, read_json(beside)) if beside else (path, _described(spec, path))
+    with readable(spec.checkpoint):
+        path = resolve(spec.checkpoint, files=("config.json",))
+        config = _config_beside(path) if path.is_file() else _config_inside(path)
+    raw = read_json(config) if config else _described(spec, path)
     try:
-        return path / "config.json", read_json(path / "config.json")
-    except FileNotFoundError:
-        steps = sorted(folder.name for folder in path.iterdir() if (folder / "config.json").exists())
-        if steps:
-            some = ", ".join(steps[:3]) + (" ..." if len(steps) > 3 else "")
-            raise UserError(
-                f"{path}: no config.json, but {len(steps)} checkpoints ({some})\n"
-                f"name one, or all of them: checkpoint: {path}/{_pattern(steps)}"
-            ) from None
-        raise UserError(f"{path}: no config.json; a drafter folder holds config.json and model.safetensors") from None
+        check_shape(raw)
+    except ValueError as error:
+        raise UserError(f"{config}: {error}") from None
+    return config or path, raw
+
+
+def _config_inside(folder: Path) -> Path:
+    config = folder / "config.json"
+    if config.exists():
+        return config
+    if not folder.is_dir():
+        raise UserError(f"{folder}: neither a file nor a folder")
+    steps = sorted(path.name for path in folder.iterdir() if (path / "config.json").exists())
+    if steps:
+        some = ", ".join(steps[:3]) + (" ..." if len(steps) > 3 else "")
+        raise UserError(
+            f"{folder}: no config.json, but {len(steps)} checkpoints ({some})\n"
+            f"name one, or all of them: checkpoint: {folder}/{_pattern(steps)}"
+        )
+    raise UserError(f"{folder}: no config.json; a drafter folder holds config.json and model.safetensors")
 
 
 def _pattern(names: list[str]) -> str:
@@ -133,8 +142,9 @@ def _dflash(path: Path) -> bool:
         raw = read_json(path)
     except UserError:
         return False
+    names = raw.get("architectures")
     return bool({"dflash_config", "speculators_model_type"} & raw.keys()) or any(
-        name in ARCHITECTURES for name in raw.get("architectures") or () if isinstance(name, str)
+        name in ARCHITECTURES for name in (names if isinstance(names, list) else ()) if isinstance(name, str)
     )
 
 
@@ -154,7 +164,7 @@ def _described(spec: DrafterSpec, file: Path) -> dict[str, Any]:
             raise UserError(f"{file}: no {name} in it: not the weights of a DFlash drafter, or under another name")
         return found[name].shape[0]
 
-    layers = {int(match[1]) for name in found if (match := re.match(r"layers\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in found if (match := re.match(r"layers\.(\d{1,9})\.", name))}
     head_dim = rows("layers.0.self_attn.q_norm.weight")
     assert spec.overrides.mask_token_id is not None
     # No tensor may tell the vocabulary: the cache, which knows it, is held against mask_token_id in any case.
@@ -172,63 +182,16 @@ def _described(spec: DrafterSpec, file: Path) -> dict[str, Any]:
     }
 
 
-def _mend(spec: DrafterSpec, key: str) -> str:
-    if key in DrafterOverrides.model_fields:
-        return f"mend it there, or set {key} under the overrides of drafter {spec.name!r} in the config"
-    return "mend it there: it must be the config that the drafter was trained with"
-
-
-def _check_layers(raw: dict[str, Any]) -> None:
-    """Before anything is as long as the config says."""
-    for section in (raw, raw.get("transformer_layer_config"), raw.get("dflash_config")):
-        layers = section.get("num_hidden_layers", 1) if isinstance(section, dict) else 1
-        if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is {layers!r}, not a number from 1 to {MOST_LAYERS}")
-
-
-def _check_values(path: Path, spec: DrafterSpec, config: DrafterConfig) -> None:
-    def whole(value: Any, least: int) -> bool:
-        return type(value) is int and value >= least
-
-    for key in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-        if not whole(getattr(config, key), 1):
-            raise UserError(f"{path} does not describe a DFlash drafter ({key} is {getattr(config, key)!r})")
-    if not whole(config.vocab_size, 1):
-        raise UserError(f"{path}: vocab_size is {config.vocab_size!r}\n{_mend(spec, 'vocab_size')}")
-    if not whole(config.block_size, 2):
-        raise UserError(
-            f"{path}: block_size is {config.block_size!r}; a block holds the anchor and at least one draft\n"
-            f"{_mend(spec, 'block_size')}"
-        )
-    if not whole(config.mask_token_id, 0) or config.mask_token_id >= config.vocab_size:
-        raise UserError(
-            f"{path}: mask_token_id {config.mask_token_id!r} is outside the vocabulary of {config.vocab_size}\n"
-            f"{_mend(spec, 'mask_token_id')}"
-        )
-    if not config.target_layer_ids or not all(whole(layer, 0) for layer in config.target_layer_ids):
-        raise UserError(
-            f"{path}: target_layer_ids {list(config.target_layer_ids)} are not layers of a target\n"
-            f"{_mend(spec, 'target_layer_ids')}"
-        )
-    reduced = config.draft_vocab_size
-    if reduced is not None and not (whole(reduced, 1) and reduced <= config.vocab_size):
-        raise UserError(f"{path}: draft_vocab_size {reduced!r} is no part of the vocabulary of {config.vocab_size}")
-    if config.selector_top_k > config.vocab_size:
-        raise UserError(f"{path}: selector_top_k {config.selector_top_k} of a vocabulary of {config.vocab_size}")
-
-
 def _check_finite(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> None:
     """Raises UserError for NaN or infinity in the file, and for weights that the drafter's dtype cannot hold."""
-    low, high = torch.aminmax(tensor)
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        bad = torch.isfinite(tensor).logical_not_()
-        kinds = "NaN" if tensor[bad].isnan().any() else "infinity"
+    nan, infinite = not_finite(tensor)
+    if nan or infinite:
         why = ": they overflowed there, save them as bfloat16" if tensor.dtype == torch.float16 else ""
         raise UserError(
-            f"{stored.file}: {stored.name} holds {kinds} ({int(bad.sum()):,} of {bad.numel():,}, as "
-            f"{str(tensor.dtype)[6:]}){why}"
+            f"{stored.file}: {stored.name} holds {'NaN' if nan else 'infinity'} ({nan + infinite:,} of "
+            f"{tensor.numel():,}, as {str(tensor.dtype)[6:]}){why}"
         )
-    most = max(abs(float(low)), abs(float(high)))
+    most = max(abs(float(value)) for value in torch.aminmax(tensor))
     if most > torch.finfo(dtype).max:
         raise UserError(
             f"{stored.file}: {stored.name} holds {most:.3g}, which is infinity in {str(dtype)[6:]}\n"
@@ -242,7 +205,7 @@ def _offsets(spec: DrafterSpec, config: DrafterConfig, d2t: Tensor | None, t2d: 
     marked = None
     if t2d is not None:
         marked = t2d.cpu().bool().nonzero().squeeze(1)
-        if len(t2d) != config.vocab_size or len(marked) != len(rows):
+        if len(marked) != len(rows):
             raise UserError(
                 f"{spec.checkpoint}: t2d marks {len(marked)} of {len(t2d)} tokens, config.json says {len(rows)} of "
                 f"{config.vocab_size}"

@@ -70,9 +70,9 @@ class DrafterConfig:
         layer_types = values.get("layer_types") or ["full_attention"] * layers
         if len(layer_types) != layers:
             raise ValueError(f"layer_types has {len(layer_types)} entries for {layers} layers")
-        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+        unknown = [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]
         if unknown:
-            raise ValueError(f"layer_types holds {sorted(unknown)}: not a DFlash layer")
+            raise ValueError(f"layer_types holds {unknown[0]!r}: not a DFlash layer")
         sliding = [kind == "sliding_attention" for kind in layer_types]
         window = values.get("sliding_window")
         if any(sliding) and window is None:
@@ -98,24 +98,24 @@ class DrafterConfig:
             mask_token_id=values["mask_token_id"],
             target_layer_ids=tuple(layer_ids),
             windows=tuple(window if slides else None for slides in sliding),
-            causal=tuple(slides if is_causal is None else bool(is_causal) for slides in sliding),
+            causal=tuple(slides if is_causal is None else is_causal for slides in sliding),
             format=format,
             rope_parameters={**rope, "rope_type": rope_type},
-            max_position_embeddings=values.get("max_position_embeddings", 32768),
+            max_position_embeddings=values.get("max_position_embeddings") or 32768,
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
             hidden_act=values.get("hidden_act", "silu"),
-            attention_bias=values.get("attention_bias", False),
+            attention_bias=values.get("attention_bias") or False,
             input_embedding_scale=values.get("input_embedding_scale", 1.0),
             output_multiplier=values.get("output_multiplier", 1.0),
             final_logit_softcapping=values.get("final_logit_softcapping"),
             window_from_anchor=values.get("window_from_anchor", False),
-            predicts_anchor=bool(values.get("sample_from_anchor", False)),
+            predicts_anchor=values.get("sample_from_anchor") or False,
             draft_vocab_size=_reduced(values),
-            conv_kernel_size=values.get("conv_kernel_size", 0),
-            conv_group_size=values.get("conv_group_size", 0),
-            selector_rank=values.get("selector_rank", 0),
-            selector_top_k=values.get("selector_top_k", 0),
-            markov_rank=values.get("markov_rank", 0),
+            conv_kernel_size=values.get("conv_kernel_size") or 0,
+            conv_group_size=values.get("conv_group_size") or 0,
+            selector_rank=values.get("selector_rank") or 0,
+            selector_top_k=values.get("selector_top_k") or 0,
+            markov_rank=values.get("markov_rank") or 0,
             markov_head_type=values.get("markov_head_type", "vanilla"),
         )
 

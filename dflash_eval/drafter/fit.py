@@ -11,7 +11,7 @@ import torch
 from dflash_eval.config import DrafterSpec
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import DFlashDrafter
-from dflash_eval.drafter.weights import Stored, stored_tensors, weight_files
+from dflash_eval.drafter.weights import Stored, readable, stored_tensors, weight_files
 from dflash_eval.errors import UserError
 from dflash_eval.sources import resolve
 
@@ -38,13 +38,15 @@ class Fit:
 
 def compare_weights(spec: DrafterSpec, config: DrafterConfig) -> Fit:
     """From the files' headers. Raises UserError for files that are not whole, and for a config of no drafter."""
-    found = _split_fused(stored_tensors(checkpoint_files(spec)), config)
+    with readable(spec.checkpoint):
+        found = _split_fused(stored_tensors(checkpoint_files(spec)), config)
     drafter = _empty(spec, config, "embed_tokens.weight" in found, "lm_head.weight" in found)
     wanted = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
     taken = {name: found[name] for name in wanted if name in found}
     missing = sorted(wanted.keys() - found.keys())
     if "d2t" in wanted and "t2d" in found:
         taken["t2d"] = found["t2d"]
+        wanted["t2d"] = [config.vocab_size]
         missing = [name for name in missing if name != "d2t"]  # which follows from t2d
     rest = sorted(found.keys() - taken.keys())
     return Fit(
@@ -111,11 +113,15 @@ def _split_fused(found: dict[str, Stored], config: DrafterConfig) -> dict[str, S
         if match is None:
             split[name] = stored
             continue
-        if stored.shape[0] != q + 2 * kv:
-            raise UserError(f"{stored.file}: {name} has {stored.shape[0]} rows, config.json asks for {q} + {kv} + {kv}")
+        if stored.shape[:1] != (q + 2 * kv,):
+            raise UserError(
+                f"{stored.file}: {name} is {list(stored.shape)}, config.json asks for {q} + {kv} + {kv} rows"
+            )
         for part, start, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-            shape = (rows, *stored.shape[1:])
-            split[f"{match[1]}{part}_proj{match[2]}"] = stored._replace(rows=(start, start + rows), shape=shape)
+            own = f"{match[1]}{part}_proj{match[2]}"
+            if own in found:
+                raise UserError(f"{stored.file}: both {name} and {own}, which it holds")
+            split[own] = stored._replace(rows=(start, start + rows), shape=(rows, *stored.shape[1:]))
     return split
 
 
@@ -124,6 +130,6 @@ def _empty(spec: DrafterSpec, config: DrafterConfig, own_embedding: bool, own_he
     try:
         with torch.device("meta"):
             return DFlashDrafter(config, own_embedding, own_head)
-    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, ArithmeticError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"{spec.checkpoint}: config.json does not describe a DFlash drafter ({reason})") from None

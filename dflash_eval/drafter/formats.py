@@ -35,6 +35,8 @@ def normalise(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     values = {**config, **(config.get("dflash_config") or {})}
     if name == "z-lab 2":
         _need(values, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    if values.get("conv_kernel_size"):
+        _need(values, "conv_group_size")
     if values.get("conv_kernel_size") and values["hidden_size"] % values["conv_group_size"]:
         raise ValueError(
             f"conv_group_size {values['conv_group_size']} does not divide hidden_size {values['hidden_size']}"
@@ -46,14 +48,12 @@ def normalise(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
-    if not isinstance(names, list):
-        raise ValueError(f"architectures is {names!r}, not a list")
     known = [ARCHITECTURES[name] for name in names if isinstance(name, str) and name in ARCHITECTURES]
     if known:
         return known[0]
     if not names and "dflash_config" in raw:
         return "z-lab 2" if "selector_rank" in {**raw, **(raw["dflash_config"] or {})} else "z-lab"
-    what = f"architecture {', '.join(map(str, names))}" if names else "no architecture and no dflash_config"
+    what = f"architecture {', '.join(map(repr, names))}" if names else "no architecture and no dflash_config"
     raise ValueError(f"{what}: not a DFlash drafter; known are {KNOWN}")
 
 
@@ -74,7 +74,7 @@ def _deepspec(raw: dict[str, Any]) -> dict[str, Any]:
 def _speculators(raw: dict[str, Any]) -> dict[str, Any]:
     kind = raw["speculators_model_type"]
     if kind not in SPECULATORS:
-        raise ValueError(f"speculators_model_type {kind}: not a DFlash drafter; known are {KNOWN}")
+        raise ValueError(f"speculators_model_type {kind!r}: not a DFlash drafter; known are {KNOWN}")
     body = raw.get("transformer_layer_config")
     if not isinstance(body, dict):
         raise ValueError("a speculators checkpoint without transformer_layer_config")

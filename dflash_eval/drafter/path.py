@@ -58,8 +58,7 @@ class SelectorScorer:
     """The `selector_top_k` most probable tokens of each slot, weighed anew after each of the slot before."""
 
     def __init__(self, selector: CandidateSelector, scorer: Scorer) -> None:
-        self.selector, self.scorer = selector, scorer
-        scorer.n = max(scorer.n, selector.top_k)
+        self.selector, self.scorer = selector, scorer.reaching(selector.top_k)
 
     def orders(
         self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int

@@ -56,6 +56,12 @@ class Scorer:
         other.lm_head, other.room = torch.cat([self.lm_head, addend], dim=1), self.room.new_empty(0)
         return other
 
+    def reaching(self, n: int) -> Scorer:
+        """One that finds at least the n most probable tokens."""
+        other = copy.copy(self)
+        other.n, other.room = max(self.n, n), self.room.new_empty(0)
+        return other
+
     def score(self, hidden: Tensor, tokens: Tensor) -> Scores:
         """Rank of each row's true token, and the row's n most probable tokens.
 

@@ -10,6 +10,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ DTYPES = {
 }  # fmt: skip
 PREFIXES = ("module.", "draft_model.", "model.")
 NESTS = ("draft_state_dict", "draft_model", "state_dict", "model_state_dict", "model", "module")
+DEEPEST = 8  # dict in a dict
 JSON_BYTES = 64 << 20
 PART_BYTES = 256 << 20  # read before a file is opened anew: a mapped file's pages count until it is closed
 
@@ -68,7 +70,7 @@ def _indexed(index: Path) -> list[Path]:
     raw = read_json(index)
     weight_map = raw.get("weight_map")
     listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not listed or not all(isinstance(name, str) for name in listed):
+    if not listed or not all(isinstance(name, str) and name.isprintable() for name in listed):
         raise UserError(f"{index}: not an index of weights: no weight_map from tensors to files")
     names = set(listed)
     outside = sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts)
@@ -97,26 +99,37 @@ def _check_shards(folder: Path, files: list[Path]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError for anything else, and for what is no such file at all (`refuse_impostor`)."""
+    refuse_impostor(path)
     try:
-        refuse_impostor(path)
-        if path.stat().st_size > JSON_BYTES:
-            raise UserError(f"{path}: {path.stat().st_size >> 20} MiB, too large to be a config")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
+        with readable(path):
+            if path.stat().st_size > JSON_BYTES:
+                raise UserError(f"{path}: {path.stat().st_size >> 20} MiB, too large to be a config")
+            raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({str(error)[:200]})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: not a JSON object")
     return raw
 
 
+@contextmanager
+def readable(what: str | Path) -> Iterator[None]:
+    """Raises UserError for what the operating system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or what}: cannot be read ({error.strerror or reason(error)})") from None
+
+
 def refuse_impostor(path: Path) -> None:
-    """Raises UserError for a Git LFS pointer or an HTML page in place of a file."""
-    with open(path, "rb") as handle:
-        start = handle.read(512).lstrip().lower()
+    """Raises UserError for a Git LFS pointer or an HTML page in place of a file, and for what no file is (a pipe, a
+    device, a folder), whose reading might never end."""
+    with readable(path):
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "a pipe or device" if path.exists() else "a link to nothing"
+            raise UserError(f"{path}: cannot be read ({what}, no file)")
+        with open(path, "rb") as handle:
+            start = handle.read(512).lstrip().lower()
     if start.startswith(b"version https://git-lfs"):
         raise UserError(f"{path}: a Git LFS pointer, not the file itself; fetch it: git lfs pull")
     if start.startswith((b"<!doctype", b"<html", b"<?xml")):
@@ -134,6 +147,8 @@ def stored_tensors(files: list[Path]) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for file in files:
         for name, stored in (_pickle_headers if file.suffix in PICKLES else _safetensors_headers)(file).items():
+            if not (isinstance(name, str) and name.isprintable()):
+                raise UserError(f"{file}: a tensor called {ascii(name)[:80]}: not the weights of a drafter")
             if name in found:
                 raise UserError(f"{file}: {name} stands in {found[name].file.name} too")
             found[name] = stored
@@ -175,6 +190,13 @@ def _without_prefixes(found: dict[str, Stored]) -> dict[str, Stored]:
 # Their content
 
 
+def not_finite(tensor: Tensor) -> tuple[int, int]:
+    """How many of a tensor's values are NaN, and how many infinite. One pass where none is, as nearly always."""
+    if not tensor.numel() or all(map(torch.isfinite, torch.aminmax(tensor))):
+        return 0, 0
+    return int(tensor.isnan().sum()), int(tensor.isinf().sum())
+
+
 def read_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor in its own memory, on the CPU, in the file's dtype; in the order of the files."""
     by_file: dict[Path, list[tuple[str, Stored]]] = {}
@@ -210,7 +232,7 @@ def _read_pickle(file: Path, part: list[tuple[str, Stored]]) -> Iterator[tuple[s
     tensors = _state_dict(file, _unpickled(file, "cpu"))
     for name, entry in part:
         tensor = tensors[entry.name]
-        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        if tensor.is_meta or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise UserError(f"{file}: {entry.name} is larger than what the file holds of it")
         yield name, (tensor if entry.rows is None else tensor[entry.rows[0] : entry.rows[1]]).clone()
 
@@ -222,11 +244,11 @@ class _safetensors:
         self.file = file
 
     def __enter__(self) -> Any:
+        refuse_impostor(self.file)
         try:
             self.opened = safe_open(self.file, framework="pt")
             return self.opened.__enter__()
         except (SafetensorError, OSError) as error:
-            refuse_impostor(self.file)
             raise self._plain(error) from None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -240,8 +262,8 @@ class _safetensors:
 
 def _unpickled(file: Path, device: str) -> Any:
     """What a torch checkpoint holds, its tensors mapped, not read."""
+    refuse_impostor(file)
     try:
-        refuse_impostor(file)
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
@@ -260,15 +282,22 @@ def _unpickled(file: Path, device: str) -> Any:
             f"{file}: holds more than tensors{name}: such a pickle could run code, and is not read\n"
             "save the weights alone: torch.save(model.state_dict(), ...), or as safetensors"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of bytes that anyone may have written, whatever the readers raise
         raise UserError(
             f"{file}: not a readable torch checkpoint ({reason(error)[:200]}); copy or download it again"
         ) from None
 
 
 def _state_dict(file: Path, content: Any) -> dict[str, Tensor]:
-    while isinstance(content, dict):
+    for _ in range(DEEPEST):
+        if not isinstance(content, dict):
+            break
         tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+                raise UserError(f"{file}: {name!r} is sparse, quantised or nested, not weights of a drafter")
         if tensors:
             return tensors
         content = next((content[key] for key in NESTS if isinstance(content.get(key), dict)), None)
