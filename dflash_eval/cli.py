@@ -224,6 +224,19 @@ def compare(
     typer.echo(f"written: {folder}/compare.md, compare.json, compare.png", err=True)
 
 
+@app.command()
+def export(
+    results: Annotated[Path, typer.Argument(help="a results.json, or its folder")],
+    kind: Annotated[str, typer.Argument(help="csv, parquet, comment, plots, tensorboard or wandb")],
+    to: Annotated[Path, typer.Argument(help="a file; a folder for plots and tensorboard; wandb's project")],
+) -> None:
+    """Write results as others read them: cycles as a table, a comment in Markdown, plots, an experiment tracker."""
+    from dflash_eval.export import export as run
+    from dflash_eval.history import read_results
+
+    run(read_results(results), kind, to)
+
+
 @bench_app.command("evaluate")
 def bench_evaluate(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose cache exists")] = None,

@@ -89,6 +89,7 @@ def summarise(
             {
                 "id": sample.id,
                 "category": sample.category,
+                "prompt_tokens": len(sample.prompt_ids),
                 "acceptance_lengths": own[0].committed,
                 "rejected_drafts": [None if lost is None else lost[0] for lost in own[0].rejected],
                 "rejected_ranks": [None if lost is None else lost[1] for lost in own[0].rejected],
