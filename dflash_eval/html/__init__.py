@@ -57,8 +57,8 @@ def _sweep(results: dict[str, Any]) -> list[tuple[str, str]]:
     reference = next((entry for entry in results["drafters"] if entry["reference"]), None)
     table = _table(SWEEP_HEADER, sweep_rows(results), "τ by training step", sortable=True)
     names = [{"name": run} for run in found] + ([reference] if reference else [])
-    both = f'<div class="plots">{step_chart(found, reference)}<div>{table}</div></div>'
-    return [("τ by training step", legend(names) + both)]
+    plot = f"<figure>{step_chart(found, reference)}</figure>"
+    return [("τ by training step", legend(names) + plot + table)]
 
 
 def _charts(results: dict[str, Any]) -> str:

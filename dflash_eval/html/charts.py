@@ -149,7 +149,7 @@ def plot(
     y_ticks = linear_ticks(0, top or max(point[1] for point in points) or 1)
     scale: Callable[[float], float] = math.log2 if log else float
     edges = [scale(x) for x in (*(tick for tick, _ in x_ticks), *(point[0] for point in points))]
-    room = 0.5 if bars else 0
+    room = 0.5 if bars or min(edges) == max(edges) else 0  # a single place stands in the middle
     low, high = min(edges) - room, max(edges) + room
     span = (high - low) or 1
 
