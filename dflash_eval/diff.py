@@ -9,7 +9,7 @@ from dflash_eval.acceptance.statistics import bootstrap_ratio_interval
 from dflash_eval.gate import paired_means, percent, percents
 
 DRAWS, SEED = 10_000, 0
-HEADER = ["drafter", "metric", "A", "B", "B / A [95% CI]", ""]
+HEADER = ["drafter", "metric", "A", "B", "B / A [95% CI]", "verdict"]
 
 
 def diff_rows(a: dict[str, Any], b: dict[str, Any]) -> list[list[str]]:

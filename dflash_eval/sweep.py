@@ -16,7 +16,7 @@ from dflash_eval.errors import UserError
 from dflash_eval.gate import paired_means
 
 Step = tuple[int, dict[str, Any]]  # and the drafter's entry in the results
-HEADER = ["run", "step", "τ [95% CI]", "against the best before [95% CI]", ""]
+HEADER = ["run", "step", "τ [95% CI]", "against the best before [95% CI]", "verdict"]
 
 
 def merged(configs: Sequence[Config], paths: Sequence[Path]) -> Config:
