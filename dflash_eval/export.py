@@ -95,7 +95,6 @@ def _comment(results: dict[str, Any], to: Path) -> None:
 
 
 def _plots(results: dict[str, Any], to: Path) -> None:
-    _needed("matplotlib", "plots")
     from dflash_eval.figures import save_figures
 
     save_figures(results, to)

@@ -65,7 +65,6 @@ def test_the_comment_has_the_table_first_and_folds_the_rest(results):
 
 
 def test_plots_are_written_as_png_and_svg(results, tmp_path):
-    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     export(results, "plots", tmp_path / "plots")
     names = {f"{name}.{kind}" for name in ("tau", "budget", "slots", "lengths") for kind in ("png", "svg")}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == names
@@ -119,7 +118,7 @@ def test_wandb_gets_a_run_for_each_run_in_the_order_of_its_steps(results, tmp_pa
 
 @pytest.mark.parametrize(
     ("kind", "module"),
-    [("parquet", "pyarrow"), ("plots", "matplotlib"), ("tensorboard", "tensorboard"), ("wandb", "wandb")],
+    [("parquet", "pyarrow"), ("tensorboard", "tensorboard"), ("wandb", "wandb")],
 )
 def test_an_extra_that_is_missing_is_named(results, tmp_path, monkeypatch, kind, module):
     monkeypatch.setitem(sys.modules, module, None)
