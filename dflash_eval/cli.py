@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dflash_eval import ranks
 from dflash_eval.config import Config, load_config, load_overrides
-from dflash_eval.errors import RunError, Stopped, UserError
+from dflash_eval.errors import GateFailed, RunError, Stopped, UserError
 
 app = typer.Typer(
     help="How good is a DFlash drafter? Run the target once, judge any drafter from its cached activations.",
@@ -62,9 +62,31 @@ def completions(
 
 
 @app.command()
-def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
+def evaluate(
+    config: Annotated[
+        list[Path], typer.Option("--config", "-c", help="YAML config; several of one cache: the drafters of all")
+    ],
+    set_: Overrides = None,
+    fail_below: Annotated[
+        list[str] | None,
+        typer.Option(help="exit 3 where a candidate is below: tau=3.0 (repeatable)", show_default=False),
+    ] = None,
+    fail_if_worse_than: Annotated[
+        Path | None, typer.Option(help="exit 3 where a candidate is worse than in this results.json, beyond doubt")
+    ] = None,
+    margin: Annotated[str, typer.Option(help="of --fail-if-worse-than: how much worse is allowed")] = "2%",
+) -> None:
     """Phase 2: judge the config's drafters from the cache; the target is not needed."""
-    settings = _load(config, set_)
+    loaded = [_load(path, set_) for path in config]
+    from dflash_eval import gate
+    from dflash_eval.sweep import merged
+
+    settings = merged(loaded, config) if len(loaded) > 1 else loaded[0]
+    from dflash_eval.history import read_results
+
+    limits, allowed = [gate.parse_limit(text) for text in fail_below or []], gate.parse_margin(margin)
+    gate.check_limits(limits, settings.evaluate.budgets)
+    earlier = read_results(fail_if_worse_than) if fail_if_worse_than is not None else None
     from dflash_eval.evaluate import evaluate as run
     from dflash_eval.report import print_report
 
@@ -72,10 +94,48 @@ def evaluate(config: ConfigPath, set_: Overrides = None) -> None:
     if ranks.rank() > 0:
         sys.exit(1 if results["failed"] else 0)
     print_report(results, Console())
-    typer.echo(f"written: {settings.results_dir}/results.json, report.md", err=True)
+    typer.echo(f"written: {settings.results_dir}/results.json, report.md, report.html", err=True)
     if results["failed"]:
         names = ", ".join(drafter["name"] for drafter in results["failed"])
         raise RunError(f"{len(results['failed'])} of {len(settings.drafters)} drafters failed: {names} (see above)")
+    reasons = gate.below(results, limits)
+    if earlier is not None:
+        reasons += gate.worse(results, earlier, allowed, settings.evaluate.bootstrap, settings.evaluate.seed)
+    if reasons:
+        raise GateFailed("\n".join(reasons))
+
+
+@app.command()
+def watch(
+    config: ConfigPath,
+    folder: Annotated[Path, typer.Argument(help="where the training run writes its checkpoints")],
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 30.0,
+    set_: Overrides = None,
+) -> None:
+    """Judge the config's drafters, then each checkpoint as it appears, when it is whole; until stopped."""
+    settings = load_config(config, set_ or [])
+    from dflash_eval.signals import stoppable
+    from dflash_eval.watch import watch as run
+
+    with stoppable():
+        run(settings, folder, every, lambda line: typer.echo(line, err=True))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="a results.json, or its folder")],
+    b: Annotated[Path, typer.Argument(help="another one")],
+) -> None:
+    """Say what has changed from one evaluation's results to another's, prompt by prompt, and beyond what doubt."""
+    from dflash_eval.diff import HEADER, diff_rows, differences
+    from dflash_eval.history import read_results
+    from dflash_eval.report import print_table
+
+    before, after = read_results(a), read_results(b)
+    console = Console()
+    print_table(console, HEADER, diff_rows(before, after))
+    for line in differences(before, after):
+        console.print(line, highlight=False, markup=False)
 
 
 @app.command()
@@ -179,6 +239,19 @@ def compare(
     typer.echo(f"written: {folder}/compare.md, compare.json, compare.png", err=True)
 
 
+@app.command()
+def export(
+    results: Annotated[Path, typer.Argument(help="a results.json, or its folder")],
+    kind: Annotated[str, typer.Argument(help="csv, parquet, comment, plots, tensorboard or wandb")],
+    to: Annotated[Path, typer.Argument(help="a file; a folder for plots and tensorboard; wandb's project")],
+) -> None:
+    """Write results as others read them: cycles as a table, a comment in Markdown, plots, an experiment tracker."""
+    from dflash_eval.export import export as run
+    from dflash_eval.history import read_results
+
+    run(read_results(results), kind, to)
+
+
 @bench_app.command("evaluate")
 def bench_evaluate(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose cache exists")] = None,
@@ -204,6 +277,19 @@ def bench_evaluate(
 
     assert shape is not None
     bench_shape(shape, samples, prompt_tokens, tokens, {"device": device, "dtype": dtype}, typer.echo)
+
+
+@bench_app.command("cost")
+def bench_cost(
+    config: ConfigPath,
+    set_: Overrides = None,
+    context: Annotated[int, typer.Option(min=1, help="tokens that the target has read before")] = 512,
+) -> None:
+    """Time a draft and the target's verification of 1, a block's and each budget's tokens: what evaluate.cost takes."""
+    settings = load_config(config, set_ or [])
+    from dflash_eval.bench.cost import bench_cost as run
+
+    run(settings, context, typer.echo)
 
 
 @bench_app.command("extract")
@@ -237,10 +323,10 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 
 
 def main() -> None:
-    """Exit status: 0 done, 1 the run failed, 2 the user's input is wrong, 130 and 143 stopped by SIGINT, SIGTERM."""
+    """Exit status: 0 done, 1 the run failed, 2 wrong input, 3 the gate is shut, 130 and 143 stopped by a signal."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app()
-    except (UserError, RunError, Stopped) as error:
+    except (UserError, RunError, GateFailed, Stopped) as error:
         print(f"dflash-eval: {f'rank {ranks.rank()}: ' if ranks.rank() else ''}{error}", file=sys.stderr)
         sys.exit(ranks.exit_status(error))

@@ -68,6 +68,7 @@ Index = Annotated[int, Field(ge=0, lt=2**63)]
 Nodes = Annotated[int, Field(ge=1, le=10**6)]  # more take hours
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Device = Annotated[str, AfterValidator(_device)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 # YAML has lists and strings where the schema has tuples and paths: these two alone are converted.
 Layers = Annotated[tuple[Index, ...], Field(strict=False)]
@@ -218,6 +219,22 @@ class DrafterSpec(Section):
     overrides: DrafterOverrides = DrafterOverrides()
 
 
+class CostConfig(Section):
+    """What a cycle costs, batch size 1; `dflash-eval bench cost` measures it."""
+
+    draft_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Of one block."""
+    verify_ms: Annotated[dict[Count, Milliseconds], Field(min_length=2)]
+    """Of the target, by the tokens that it reads at once: {1: 20, 16: 21, 65: 23}; lines between."""
+
+    @field_validator("verify_ms")
+    @classmethod
+    def _tells_plain_decoding(cls, value: dict[int, float]) -> dict[int, float]:
+        if 1 not in value:
+            raise _problem("must tell what 1 token takes: that is plain decoding")
+        return value
+
+
 class EvaluateConfig(Section):
     """How the drafters are judged."""
 
@@ -230,6 +247,8 @@ class EvaluateConfig(Section):
     """K of DDTree-K: a slot accepts a token among the K most probable."""
     budgets: Budgets = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
     """Nodes of the best-first trees; kept sorted, each once."""
+    cost: CostConfig | None = None
+    """Tell tokens a second and the best budget."""
     bootstrap: Annotated[int, Field(ge=100, le=10**6)] = 10_000
     """Resamples behind an interval."""
     seed: Seed = 0
@@ -407,8 +426,9 @@ def _collect_lines(
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith((":str", ":merge")):
-                raise UserError(f"{place(line)}: a key must be text")
+            tags = (":int",) if keys[-1:] == ("verify_ms",) else (":str", ":merge")
+            if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith(tags):
+                raise UserError(f"{place(line)}: a key must be {'a whole number' if ':int' in tags else 'text'}")
             own = (*keys, key.value)
             if own in lines:
                 raise UserError(f"{place(line)}: {_dotted(own)} stands on line {lines[own]} already")

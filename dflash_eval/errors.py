@@ -9,6 +9,10 @@ class RunError(Exception):
     """The run failed through no fault of what the user gave (exit status 1)."""
 
 
+class GateFailed(Exception):
+    """The run is done, and the results are not what the command line asked for (exit status 3)."""
+
+
 class Stopped(Exception):
     """A signal ended the run (exit status 128 + its number); the same command resumes it."""
 

@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,42 +22,49 @@ from numpy.typing import NDArray
 
 from dflash_eval import ranks
 from dflash_eval.acceptance.walks import Walk
-from dflash_eval.cache import DTYPES, Cache, Manifest, differences
+from dflash_eval.cache import DTYPES, Cache, Manifest, differences, write_atomically
 from dflash_eval.compatible import check_fits
 from dflash_eval.config import Config, DrafterSpec
 from dflash_eval.drafter.checkpoint import check_weights, load_drafter, read_config
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.errors import RunError, UserError, reason
+from dflash_eval.history import append_history
+from dflash_eval.html import html_report
 from dflash_eval.judge import walk_samples
-from dflash_eval.machine import device_name, free_bytes, out_of_memory, pick_device, software
+from dflash_eval.machine import commit, device_name, free_bytes, out_of_memory, pick_device, software
 from dflash_eval.progress import bars, say
 from dflash_eval.report import write_report
 from dflash_eval.summary import compare, summarise
+from dflash_eval.texts import piece_decoder
 
 Drafter = tuple[DrafterSpec, DrafterConfig]
 Walked = tuple[list[list[Walk]], NDArray[np.float64] | None]  # what walk_samples gives
 Failures = dict[str, UserError | RunError]  # by the drafter's name
 
 
-def evaluate(config: Config) -> dict[str, Any]:
-    """Judge the config's drafters; writes results.json and report.md to `config.results_dir`, returns the results.
+def evaluate(config: Config, known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Judge the config's drafters; writes results.json and the reports to `config.results_dir`, returns them.
 
     What can be wrong with config, cache and checkpoints is looked for before the first draft is made. A drafter that
     fails, then or later, is said at once and stands under "failed" in the results; the others are judged all the
     same. Raises the first one's error when all fail. Under torchrun every rank walks its part of the samples; all
     return the same results, and rank 0 writes them.
+
+    known: entries of the results of drafters that this cache and these settings have judged before; they are not again.
     """
     with ranks.group():
-        return _evaluate(config)
+        return _evaluate(config, known)
 
 
-def _evaluate(config: Config) -> dict[str, Any]:
+def _evaluate(config: Config, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not config.drafters:
         raise UserError("no drafters to evaluate: list them under drafters in the config")
     ranks.from_first(lambda: check_writable(config.results_dir))
     cache = ranks.in_turn(lambda: fitting_cache(config))
     failures: Failures = {}
-    judged = judge_drafters(config, cache, failures)
+    asked = tuple(spec for spec in config.drafters if all(spec.name != entry["name"] for entry in known))
+    new = judge_drafters(config.model_copy(update={"drafters": asked}), cache, failures)
+    judged = [*known, *new]
     results = {
         "schema_version": 1,
         "name": config.name,
@@ -76,16 +84,27 @@ def _evaluate(config: Config) -> dict[str, Any]:
             if spec.name in failures
         ],
         "comparisons": compare(judged, config.evaluate),
+        # Without the server, whose URL may hold a password.
+        "config": config.model_dump(mode="json", exclude={"completions": {"server"}}),
         "provenance": {
             "device": device_name(pick_device(config.evaluate.device)),
             "dtype": config.evaluate.dtype,
             "software": software(),
+            "commit": commit(),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "bootstrap": config.evaluate.bootstrap,
             "seed": config.evaluate.seed,
         },
     }
-    ranks.from_first(lambda: write_report(results, config.results_dir))
+    ranks.from_first(lambda: _write(results, new, cache, config))
     return results
+
+
+def _write(results: dict[str, Any], new: Sequence[dict[str, Any]], cache: Cache, config: Config) -> None:
+    write_report(results, config.results_dir)
+    page = html_report(results, cache.samples, piece_decoder(cache.folder, config.target))
+    write_atomically(config.results_dir / "report.html", page)
+    append_history({**results, "drafters": new}, config.results_dir.parent / "history.jsonl")
 
 
 def judge_drafters(config: Config, cache: Cache, failures: Failures) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ from dflash_eval.target import (
     skeleton,
     tokenizer_fingerprint,
 )
+from dflash_eval.texts import write_tokenizer
 
 COMPILING_PAYS = 1e17  # floating-point operations: some minutes of a large GPU
 
@@ -72,6 +73,8 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
         say(f"{config.target.model} on {device_name(target.device)}, kernels: {_kernels(target)}")
         manifest = ranks.from_first(lambda: begun or _new_manifest(folder, config, settings, layers, target))
         samples = complete(folder, config, target, tokenizer, prompts, say)
+        if ranks.rank() == 0:
+            write_tokenizer(folder, tokenizer)
         manifest.shards = ranks.from_first(lambda: _whole_shards(folder, manifest, samples, target))
         _states(folder, manifest, samples, target, stop, say)
         if ranks.rank() == 0:

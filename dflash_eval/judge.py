@@ -6,7 +6,7 @@ The rules are the chain, the tree of width K and the trees of each budget, in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ def walk_samples(
     for indices, judge in judges(drafter, cache, embedding, scorer, config, advance):
         starts, ends = [len(sample.prompt_ids) for sample in judge.group], [len(sample) for sample in judge.group]
         accept = judge.everywhere() if everywhere else judge.accepted
-        for index, own in zip(indices, replay(starts, ends, judge.rules, accept), strict=True):
-            walks[index] = own
+        for owner, own in enumerate(replay(starts, ends, judge.rules, accept)):
+            walks[indices[owner]] = [judge.with_rejected(owner, own[0]), *own[1:]]
         if sampling and expected is not None:
             expected[indices] = judge.expected_tau([cache.logprobs(sample.id) for sample in judge.group], sampling)
     return walks, expected
@@ -84,7 +84,11 @@ def judges(
     for indices in plan_batches([len(sample) for sample in samples], budget):
         group = [samples[i] for i in indices]
         context = _context(drafter, cache, group, lm_head)
-        yield indices, Judge(drafter, context, group, max_new_tokens, embedding, scorer, path, config, pieces, advance)
+        rejected = np.full((len(group), max(map(len, group)), 2), -1, dtype=np.int64)
+        yield (
+            indices,
+            Judge(drafter, context, group, max_new_tokens, embedding, scorer, path, config, pieces, advance, rejected),
+        )
 
 
 def _blocks_at_once(drafter: DFlashDrafter, positions: int, like: Tensor) -> int:
@@ -138,6 +142,9 @@ class Judge:
     config: EvaluateConfig
     pieces: Pieces
     advance: Callable[[int], None]
+    rejected: NDArray[np.int64]
+    """[samples, positions, 2]: of the block at each anchor judged so far, the first rejected draft and the rank of the
+    sequence's token there; -1 where none is."""
 
     @property
     def rules(self) -> int:
@@ -158,9 +165,18 @@ class Judge:
         parts = [np.empty((0, self.rules), dtype=np.int64)]
         for start in range(0, len(anchors), step):
             rows = slice(start, start + step)
-            parts.append(self._accepted(owners[rows], anchors[rows], needed[rows]))
+            accepted, rejected = self._accepted(owners[rows], anchors[rows], needed[rows])
+            known = accepted[:, 0] >= 0
+            self.rejected[owners[rows][known], anchors[rows][known]] = rejected[known]
+            parts.append(accepted)
             self.advance(len(parts[-1]))
         return np.concatenate(parts)
+
+    def with_rejected(self, owner: int, chain: Walk) -> Walk:
+        """The chain's walk over a sample of the group, with the draft that ended each cycle."""
+        anchors = len(self.group[owner].prompt_ids) + np.cumsum([0, *chain.committed])[:-1]
+        found = self.rejected[owner, anchors].tolist()
+        return replace(chain, rejected=[(token, rank) if token >= 0 else None for token, rank in found])
 
     def everywhere(self) -> Accept:
         """Draft at every anchor of the group now; what comes back answers as `accepted` does."""
@@ -210,16 +226,30 @@ class Judge:
     @torch.inference_mode()
     def _accepted(
         self, owners: NDArray[np.int64], anchors: NDArray[np.int64], needed: NDArray[np.bool_]
-    ) -> NDArray[np.int64]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Accepted drafts [blocks, rules] and, of the chain, what `rejected` holds [blocks, 2]."""
         hidden, tokens, slots = self.draft(owners, anchors)
         if self.path is None:
-            return self._compare(hidden, tokens, slots, torch.from_numpy(needed).to(self.device)).cpu().numpy()
+            accepted, rejected = self._compare(hidden, tokens, slots, torch.from_numpy(needed).to(self.device))
+            return accepted.cpu().numpy(), rejected.cpu().numpy()
         previous = self._previous(owners, anchors, tokens)
-        ranks, order = self.path.orders(hidden, tokens, previous, slots, max(self.config.budgets))
+        ranks, order, drafts = self.path.orders(hidden, tokens, previous, slots, max(self.config.budgets))
         drafted = torch.arange(tokens.shape[1], device=slots.device) < slots[:, None]
         ranks = ranks.masked_fill(~drafted, ABSENT)
         flat = torch.stack([(ranks < k).int().cumprod(1).sum(1) for k in (1, self.config.width)], dim=1)
-        return torch.cat([flat, accepted_within(order, self.config.budgets)], dim=1).cpu().numpy()
+        accepted = torch.cat([flat, accepted_within(order, self.config.budgets)], dim=1)
+        return accepted.cpu().numpy(), self._rejected(flat[:, 0], drafts, ranks, tokens, slots).cpu().numpy()
+
+    def _rejected(self, accepted: Tensor, drafts: Tensor, ranks: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """[blocks, 2] of the chain's first rejected slot: its draft, and the rank of the sequence's token there.
+
+        accepted [blocks]; drafts, ranks and tokens [blocks, depth]; slots [blocks]. -1 where all was accepted or the
+        sequence ends before; the scorer's n stands for ranks of n or more.
+        """
+        at = accepted.clamp(0, tokens.shape[1] - 1)[:, None]
+        found = torch.cat([drafts.gather(1, at), ranks.gather(1, at).clamp_max(self.scorer.n)], dim=1)
+        none = (accepted < 0) | (accepted >= slots) | (tokens.gather(1, at)[:, 0] < 0)
+        return found.masked_fill(none[:, None], -1)
 
     def _previous(self, owners: NDArray[np.int64], anchors: NDArray[np.int64], tokens: Tensor) -> Tensor:
         """The sequence's token before each of `tokens`, the anchor's before the first: [blocks, depth]."""
@@ -262,7 +292,7 @@ class Judge:
         )
         return hidden if shape.predicts_anchor else hidden[:, 1:]
 
-    def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor, needed: Tensor) -> Tensor:
+    def _compare(self, hidden: Tensor, tokens: Tensor, slots: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
         """Drafts at slots 1, 2, ... [blocks, depth, hidden] against the sequence's tokens [blocks, depth].
 
         slots: [blocks], how many of them were drafted; needed: [blocks, rules]. Many blocks are decided by their first
@@ -270,14 +300,15 @@ class Judge:
         """
         (blocks, depth), n, budgets = tokens.shape, self.scorer.n, self.config.budgets
         drafted = torch.arange(depth, device=tokens.device) < slots[:, None]
-        ranks = torch.full_like(tokens, n)
+        ranks, drafts = torch.full_like(tokens, n), torch.full_like(tokens, -1)
         top_logprobs = torch.zeros(blocks, depth, n, device=tokens.device)
         accepted = torch.empty(blocks, self.rules, dtype=torch.int64, device=tokens.device)
         rows, begin = torch.arange(blocks, device=tokens.device), 0
         for end in (*(stage for stage in STAGES[tokens.device.type] if stage < depth), depth):
             todo = torch.zeros_like(drafted)
             todo[rows, begin:end] = drafted[rows, begin:end]
-            ranks[todo], top_logprobs[todo], _ = self.scorer.score(hidden[todo], tokens[todo])
+            ranks[todo], top_logprobs[todo], ids = self.scorer.score(hidden[todo], tokens[todo])
+            drafts[todo] = ids[:, 0].long()
             own, top, there = ranks[rows, :end], top_logprobs[rows, :end], slots[rows].clamp_max(end)
             order = prefix_order(top, own, there, max(budgets))
             flat = torch.stack([(own < k).int().cumprod(1).sum(1) for k in (1, self.config.width)], dim=1)
@@ -288,7 +319,7 @@ class Judge:
             rows, begin = rows[(needed[rows] & ~settled).any(1)], end
             if not len(rows):
                 break
-        return accepted
+        return accepted, self._rejected(accepted[:, 0], drafts, ranks, tokens, slots)
 
 
 def group_blocks(owners: NDArray[np.int64], anchors: NDArray[np.int64]) -> list[Group]:

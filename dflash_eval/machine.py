@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +53,17 @@ def software() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
+
+
+def commit() -> str | None:
+    """The git commit of this package's source; None where it is installed without one."""
+    folder = Path(__file__).parent
+    if not (folder.parent / ".git").exists():
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return None
 
 
 def device_name(device: torch.device) -> str:

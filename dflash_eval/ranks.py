@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from dflash_eval.errors import RunError, Stopped, UserError, reason
+from dflash_eval.errors import GateFailed, RunError, Stopped, UserError, reason
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=24)  # for a rank that still computes; one that dies is noticed at once
@@ -104,7 +104,7 @@ def deal(work: Sequence[T], weights: Sequence[int]) -> list[T]:
 def exit_status(error: BaseException) -> int:
     if isinstance(error, Stopped):
         return 128 + error.signal
-    return 2 if isinstance(error, UserError) else 1
+    return 3 if isinstance(error, GateFailed) else 2 if isinstance(error, UserError) else 1
 
 
 def _collective(name: str, *arguments: Any) -> None:

@@ -13,9 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_eval.cache import write_atomically
+from dflash_eval.cost import cost_lines, cost_table
 from dflash_eval.prompts import prompt_id
+from dflash_eval.sweep import HEADER as SWEEP_HEADER
+from dflash_eval.sweep import sweep_lines, sweep_rows
 
 REFERENCE = "reference"  # what stands in a table where a candidate's gap to it stands
+
+SPEEDUP = "Speed-up over plain decoding by the cost model (* the fastest)"
 
 
 def write_report(results: dict[str, Any], folder: Path) -> None:
@@ -25,14 +30,19 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
 
 def print_report(results: dict[str, Any], console: Console) -> None:
     """The summary, fit for 80 columns: long names fold, numbers never do."""
-    console.print(_headline(results), highlight=False, markup=False)
-    print_table(console, *_main_table(results))
+    console.print(headline(results), highlight=False, markup=False)
+    print_table(console, *main_table(results))
     console.print("DDTree: τ by budget (nodes under the root)", highlight=False)
-    print_table(console, *_budget_table(results))
-    if categories := _category_table(results, intervals=False):
+    print_table(console, *budget_table(results))
+    if steps := sweep_rows(results):
+        print_table(console, SWEEP_HEADER, steps)
+    if costs := cost_table(results):
+        console.print(SPEEDUP, highlight=False)
+        print_table(console, *costs)
+    if categories := category_table(results, intervals=False):
         console.print("τ by category", highlight=False)
         print_table(console, *categories)
-    for line in (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results)):
+    for line in notes(results):
         console.print(line, highlight=False, markup=False)
 
 
@@ -49,24 +59,33 @@ def print_table(console: Console, header: list[str], rows: list[list[str]]) -> N
 
 def markdown(results: dict[str, Any]) -> str:
     """The report as GitHub-flavoured Markdown."""
-    parts = [f"# {results['name']}", _headline(results), markdown_table(*_main_table(results))]
-    lines = (*gaps(results), *_expected(results), *_trees(results), *_served(results), *_failed(results))
-    parts += [f"- {line}" for line in lines]
-    if categories := _category_table(results, intervals=True):
+    parts = [f"# {results['name']}", headline(results), markdown_table(*main_table(results))]
+    parts += [f"- {line}" for line in notes(results)]
+    if steps := sweep_rows(results):
+        parts += ["## τ by training step", markdown_table(SWEEP_HEADER, steps)]
+    if costs := cost_table(results):
+        parts += [f"## {SPEEDUP}", markdown_table(*costs)]
+    if categories := category_table(results, intervals=True):
         parts += ["## τ by category", markdown_table(*categories)]
-    parts += ["## DDTree: τ by budget (nodes under the root)", markdown_table(*_budget_table(results))]
+    parts += ["## DDTree: τ by budget (nodes under the root)", markdown_table(*budget_table(results))]
     parts += [
         "## Position acceptance (share of cycles that accept at least i drafts)",
-        markdown_table(*_slot_table(results)),
+        markdown_table(*slot_table(results)),
     ]
     parts += ["## τ by prompt", markdown_table(*_prompt_table(results))]
-    parts += ["## Provenance", "```json\n" + json.dumps(_provenance(results), indent=2, ensure_ascii=False) + "\n```"]
+    parts += ["## Provenance", "```json\n" + json.dumps(provenance(results), indent=2, ensure_ascii=False) + "\n```"]
     parts += [
         "τ is the mean over prompts of each prompt's mean acceptance length; τ micro is committed tokens / cycles over "
         "all prompts. Intervals are 95% bootstrap intervals over prompts, differences paired by prompt; the turns "
         "of a conversation, each a sample, are one prompt there."
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What a reader of the tables must know beside them, a line each."""
+    own = (gaps, sweep_lines, cost_lines, _expected, _trees, _served, _failed)
+    return [line for lines in own for line in lines(results)]
 
 
 def gaps(results: dict[str, Any]) -> list[str]:
@@ -163,7 +182,7 @@ def _failed(results: dict[str, Any]) -> list[str]:
     return [f"{drafter['name']} failed: {drafter['error']}" for drafter in results["failed"]]
 
 
-def _headline(results: dict[str, Any]) -> str:
+def headline(results: dict[str, Any]) -> str:
     cache = results["cache"]
     agreement = cache["greedy_agreement"]
     samples, prompts = cache["samples"], len({prompt_id(sample["id"]) for sample in results["drafters"][0]["samples"]})
@@ -175,7 +194,7 @@ def _headline(results: dict[str, Any]) -> str:
     return text + (f", greedy agreement {agreement:.4f}" if agreement is not None else "")
 
 
-def _main_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def main_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     width = results["drafters"][0]["ddtree_width"]["k"]
     ratios = {row["candidate"]: row["ratio"] for row in results["comparisons"] if row["metric"] == "tau"}
     header = ["drafter", "τ [95% CI]", "τ micro", "cycles", f"DDTree-{width} [95% CI]", "gap"]
@@ -193,7 +212,7 @@ def _main_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _budget_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def budget_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["drafter", *(str(entry["budget"]) for entry in results["drafters"][0]["ddtree_budget"])]
     rows = [
         [drafter["name"], *(_number(entry["tau"]) for entry in drafter["ddtree_budget"])]
@@ -202,7 +221,7 @@ def _budget_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _category_table(results: dict[str, Any], *, intervals: bool) -> tuple[list[str], list[list[str]]] | None:
+def category_table(results: dict[str, Any], *, intervals: bool) -> tuple[list[str], list[list[str]]] | None:
     drafters = results["drafters"]
     rows = []
     for own in zip(*(drafter.get("categories", []) for drafter in drafters), strict=True):
@@ -212,7 +231,7 @@ def _category_table(results: dict[str, Any], *, intervals: bool) -> tuple[list[s
     return (["category", "samples", *(drafter["name"] for drafter in drafters)], rows) if rows else None
 
 
-def _slot_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def slot_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     slots = max(len(drafter["position_acceptance"]) for drafter in results["drafters"])
     rows = []
     for drafter in results["drafters"]:
@@ -231,7 +250,7 @@ def _prompt_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["prompt", "tokens", *(drafter["name"] for drafter in drafters)], rows
 
 
-def _provenance(results: dict[str, Any]) -> dict[str, Any]:
+def provenance(results: dict[str, Any]) -> dict[str, Any]:
     drafters = [
         {
             key: drafter[key]

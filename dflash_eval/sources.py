@@ -64,7 +64,7 @@ def step_checkpoints(pattern: str) -> list[tuple[str, str]]:
     assert last is not None
     before, after = os.path.expanduser(pattern[: first.start()]), len(pattern) - last.start() - 1
     matches = glob.glob(os.path.expanduser(pattern))
-    found = [path for path in matches if _holds_weights(Path(path))]
+    found = [path for path in matches if holds_weights(Path(path))]
     if not found:
         what = f"none of the {len(matches)} matches is a checkpoint" if matches else "matches nothing"
         raise UserError(f"{pattern}: {what} (a folder with config.json and weights, or a file of weights)")
@@ -77,7 +77,12 @@ def step_checkpoints(pattern: str) -> list[tuple[str, str]]:
     return [(labels[path].strip("/").replace("/", "-"), path) for path in found]
 
 
-def _holds_weights(path: Path) -> bool:
+def step_order(path: Path) -> tuple[list[int], str]:
+    """Sorts step-900 before step-1000."""
+    return [int(number) for number in re.findall(r"\d+", path.name)], path.name
+
+
+def holds_weights(path: Path) -> bool:
     files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
     return any(file.suffix in WEIGHTS or (file.name == "config.json" and file != path) for file in files)
 

@@ -20,6 +20,7 @@ from dflash_eval.acceptance.statistics import (
 from dflash_eval.acceptance.walks import Walk, position_acceptance
 from dflash_eval.cache import Sample
 from dflash_eval.config import DrafterSpec, EvaluateConfig
+from dflash_eval.cost import cost_rows
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.path import tree_scores
 from dflash_eval.prompts import prompt_id
@@ -61,6 +62,15 @@ def summarise(
         "ddtree_scores": tree_scores(drafter),
         "ddtree_budget": [{"budget": n, **rule(2 + i)} for i, n in enumerate(config.budgets)],
         "position_acceptance": position_acceptance([sample[0] for sample in walks], drafter.drafts),
+        "cost": None
+        if config.cost is None
+        else cost_rows(
+            chain,
+            {n: [sample[2 + i].committed for sample in walks] for i, n in enumerate(config.budgets)},
+            drafter.drafts,
+            config.cost.draft_ms,
+            config.cost.verify_ms,
+        ),
         "expected_tau": None if expected is None else tau(expected),
         "expected_tau_ci95": (
             None if expected is None else bootstrap_interval(expected, config.bootstrap, config.seed, prompts)
@@ -79,7 +89,10 @@ def summarise(
             {
                 "id": sample.id,
                 "category": sample.category,
+                "prompt_tokens": len(sample.prompt_ids),
                 "acceptance_lengths": own[0].committed,
+                "rejected_drafts": [None if lost is None else lost[0] for lost in own[0].rejected],
+                "rejected_ranks": [None if lost is None else lost[1] for lost in own[0].rejected],
                 "ddtree_width": own[1].committed,
                 "ddtree_budget": {str(n): own[2 + i].committed for i, n in enumerate(config.budgets)},
             }

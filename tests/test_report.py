@@ -241,7 +241,7 @@ def test_a_markdown_table_keeps_its_shape_whatever_the_names(results):
     assert "a\\|b" in text
     assert "p\\|3" in text
     tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
-    assert len(tables) == 4
+    assert len(tables) == 5
     for table in tables:
         bars = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
         assert len(bars) == 1, table

@@ -107,7 +107,7 @@ def test_logits_are_those_of_speculators_own_forward(kind, tiny, tmp_path):
     if kind == "dspark":
         logits = logits + model.markov_head.block_bias(prev_token_ids=previous, hidden_states=ours)
     if path is not None:
-        ranks, _ = path.orders(ours, tokens, previous, torch.full((len(anchors),), shape.drafts), 8)
+        ranks, _, _ = path.orders(ours, tokens, previous, torch.full((len(anchors),), shape.drafts), 8)
     else:
         ranks = scorer.score(ours.flatten(0, 1), tokens.flatten()).ranks.view(tokens.shape)
     names = torch.arange(VOCABULARY) if model.d2t is None else torch.arange(len(model.d2t)) + model.d2t

@@ -8,7 +8,7 @@ of its own, but they share the drafts: what a drafter says at an anchor does not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ class Walk:
 
     accepted: list[int]
     committed: list[int]
+    rejected: list[tuple[int, int] | None] = field(default_factory=list)
+    """Where it was looked for: the draft that ended each cycle, and how many tokens the drafter found more probable
+    than the one it should have been; None where the block or the sequence ended the cycle."""
 
 
 def replay(prompt_lengths: Sequence[int], lengths: Sequence[int], rules: int, accept: Accept) -> list[list[Walk]]:

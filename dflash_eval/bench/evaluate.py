@@ -57,7 +57,7 @@ def bench_evaluate(config: Config, say: Say, against: bool = False) -> dict[str,
     del drafter, embedding, lm_head
     _clear(device)
     with tempfile.TemporaryDirectory(prefix="dflash-eval-") as folder:  # not over the results of a real run
-        elsewhere = config.model_copy(update={"results_dir": Path(folder)})
+        elsewhere = config.model_copy(update={"results_dir": Path(folder, "results")})
         seconds, results = _timed(device, lambda: evaluate(elsewhere))
     figures["evaluate"] = {"seconds": seconds, "peak_bytes": _peak(device)}
     drafters = "1 drafter" if len(config.drafters) == 1 else f"{len(config.drafters)} drafters"

@@ -21,11 +21,14 @@ from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.drafter.scoring import Scorer
 
 ABSENT = 1 << 40  # the rank of a token that cannot be drafted
+Orders = tuple[Tensor, Tensor, Tensor]  # what PathScorer.orders gives
 
 
 class PathScorer(Protocol):
-    def orders(self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Ranks and `prefix_order` of the sequence's tokens, both [blocks, depth] int64.
+    def orders(
+        self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Ranks and `prefix_order` of the sequence's tokens, and the chain's drafts, all [blocks, depth] int64.
 
         hidden: [blocks, depth, hidden]; tokens: [blocks, depth], -1 where the sequence has ended; previous: the token
         before each; slots: [blocks], how many are drafted; n: nodes of the largest tree.
@@ -57,7 +60,9 @@ class SelectorScorer:
     def __init__(self, selector: CandidateSelector, scorer: Scorer) -> None:
         self.selector, self.scorer = selector, scorer.reaching(selector.top_k)
 
-    def orders(self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    def orders(
+        self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits, candidates = self._candidates(hidden)
         k = self.selector.top_k
         own = self.selector.scores(hidden, previous.clamp_min(0)[..., None], logits, candidates).squeeze(-2)
@@ -69,7 +74,7 @@ class SelectorScorer:
         ranks = ((own > best) | ((own == best) & earlier)).sum(-1).masked_fill(~found, ABSENT)
         steps = self.selector.scores(hidden[:, 1:], candidates[:, :-1], logits[:, 1:], candidates[:, 1:])
         order = lattice_order(own[:, 0].log_softmax(-1), steps.log_softmax(-1), place.masked_fill(~found, k), slots, n)
-        return ranks, order
+        return ranks, order, candidates.gather(-1, own.argmax(-1, keepdim=True)).squeeze(-1)
 
     def own_logprobs(self, hidden: Tensor, tokens: Tensor, previous: Tensor, sampling: Sampling) -> Tensor:
         """z-lab's selector samples by temperature alone: top_k and top_p have no effect on it."""
@@ -97,11 +102,14 @@ class MarkovScorer:
         self.head, self.scorer = head, scorer
         self.conditional = scorer.widened(head.markov_w2.weight)
 
-    def orders(self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    def orders(
+        self, hidden: Tensor, tokens: Tensor, previous: Tensor, slots: Tensor, n: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         scores = self.scorer.score(hidden.flatten(0, 1), tokens.flatten())
         order = prefix_order(scores.logprobs.view(*tokens.shape, -1), scores.ranks.view(tokens.shape), slots, n)
-        ranks = self.conditional.score(self._with_features(hidden, previous), tokens.flatten()).ranks
-        return ranks.masked_fill(ranks == self.conditional.n, ABSENT).view(tokens.shape), order
+        ranks, _, ids = self.conditional.score(self._with_features(hidden, previous), tokens.flatten())
+        ranks = ranks.masked_fill(ranks == self.conditional.n, ABSENT)
+        return ranks.view(tokens.shape), order, ids[:, 0].long().view(tokens.shape)
 
     def own_logprobs(self, hidden: Tensor, tokens: Tensor, previous: Tensor, sampling: Sampling) -> Tensor:
         rows = self._with_features(hidden, previous)
