@@ -27,8 +27,9 @@ CLEARLY_WORSE = 0.5  # nats a token: τ is then walked on the first SHORT tokens
 SHORT = 24
 RULE = (
     f"a change is accused when, over prompts, it makes the text more probable by {LEAST_LOGPROB_GAIN} nats a token or "
-    "more with an interval above 0 that holds for all comparisons at once (bootstrap over prompts, Bonferroni), and "
-    f"raises τ by {LEAST_TAU_GAIN:.0%} or more with a 95% interval above 0"
+    "more and "
+    f"raises τ by {LEAST_TAU_GAIN:.0%} or more with a 95% interval above 0, and one of the two has an interval above 0 "
+    "that holds for all comparisons at once (bootstrap over prompts, Bonferroni)"
 )
 T = TypeVar("T")
 R = TypeVar("R")
@@ -137,7 +138,9 @@ def _row(
     difference, own = means - base, float(np.nanmean(base))
     raised = float(np.nanmean(difference))
     interval = bootstrap_interval(difference, draws, seed, prompts)
-    together = bootstrap_interval(gain, draws, seed, prompts, 1 - 0.05 / comparisons)
+    together, tau_together = (
+        bootstrap_interval(values, draws, seed, prompts, 1 - 0.05 / comparisons) for values in (gain, difference)
+    )
     return {
         "kind": test.kind,
         "change": test.change,
@@ -150,8 +153,7 @@ def _row(
         "prompts": len(set(prompts)),
         "accused": bool(
             len(set(prompts)) >= LEAST_PROMPTS
-            and together is not None
-            and together[0] > 0
+            and any(bounds is not None and bounds[0] > 0 for bounds in (together, tau_together))
             and np.nanmean(gain) >= LEAST_LOGPROB_GAIN
             and interval is not None
             and interval[0] > 0
