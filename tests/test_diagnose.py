@@ -382,7 +382,7 @@ def brief(demo, facts, monkeypatch):
     monkeypatch.setattr(diagnosing, "target_facts", lambda _: facts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=names)
 def test_a_fault_planted_in_the_demos_reference_is_ranked_first(demo, only, brief, tmp_path, fault):
     only("coding")
@@ -395,7 +395,7 @@ def test_a_fault_planted_in_the_demos_reference_is_ranked_first(demo, only, brie
         check_ranked_first(result, fault)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("prompts", ["coding", "composed", "prose"])
 def test_the_demos_reference_is_accused_on_no_set_of_prompts(demo, only, brief, prompts):
     only(prompts)
@@ -405,7 +405,7 @@ def test_the_demos_reference_is_accused_on_no_set_of_prompts(demo, only, brief, 
     assert result["symptoms"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demos_flawed_drafter_shows_the_last_layer_and_soft_labels(demo, only, brief):
     only("coding")
     lines = diagnose(load_config(demo.config_path), "flawed", demo.config_path)["symptoms"]
