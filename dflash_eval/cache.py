@@ -387,7 +387,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         manifest = Manifest(**{**raw, "shards": [Shard(**shard) for shard in raw["shards"]]})
         # Caches from before these keys: all tokens were drawn from, prompts were chats, kernels those installed.
         manifest.settings["completions"] = {"top_k": 0, "top_p": 1.0, **manifest.settings["completions"]}
-        manifest.settings["target"] = {"kernels": "auto", **manifest.settings["target"]}
+        manifest.settings["target"] = {"kernels": "auto", **manifest.settings.get("target", {})}
         manifest.settings["prompts"] = {"raw": False, **manifest.settings.get("prompts", {})}
     except (FileNotFoundError, NotADirectoryError):
         return None
