@@ -252,6 +252,11 @@ def export(
     run(read_results(results), kind, to)
 
 
+def _check_one(config: Path | None, shape: str | None) -> None:
+    if (config is None) == (shape is None):
+        raise UserError("give either --config or --shape")
+
+
 @bench_app.command("evaluate")
 def bench_evaluate(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose cache exists")] = None,
@@ -265,8 +270,7 @@ def bench_evaluate(
     against: Annotated[bool, typer.Option("--against", help="also time the public class, its loop and a heap")] = False,
 ) -> None:
     """Time drafting, trees and the whole evaluation of a config's first drafter, or of a random one."""
-    if (config is None) == (shape is None):
-        raise UserError("give either --config or --shape")
+    _check_one(config, shape)
     if config is not None:
         settings = load_config(config, set_ or [])
         from dflash_eval.bench.evaluate import bench_evaluate as run
@@ -304,8 +308,7 @@ def bench_extract(
     profile: Annotated[Path | None, typer.Option(help="a folder: time the parts too, write a profile there")] = None,
 ) -> None:
     """Time the target's plain forward, and the extraction with its shards on disk, on random tokens."""
-    if (config is None) == (shape is None):
-        raise UserError("give either --config or --shape")
+    _check_one(config, shape)
     where = load_config(config, set_ or []) if config is not None else shape
     from dflash_eval.bench.extract import bench_extract as run
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dflash_eval.acceptance.statistics import bootstrap_interval, sample_means, tau
 from dflash_eval.cache import Cache
 from dflash_eval.config import Config
-from dflash_eval.errors import RunError, UserError
+from dflash_eval.errors import RunError, UserError, listed
 from dflash_eval.evaluate import judge_drafters
 from dflash_eval.progress import progress
 from dflash_eval.prompts import prompt_id
@@ -110,7 +110,7 @@ def _common_layers(a: Cache, b: Cache) -> list[int]:
         )
     layers = sorted(set(a.manifest.layers) & set(b.manifest.layers))
     if not layers:
-        has = (", ".join(map(str, cache.manifest.layers)) for cache in (a, b))
+        has = (listed(cache.manifest.layers) for cache in (a, b))
         raise UserError(f"no layer in common: {a.folder} has {next(has)}; {b.folder} has {next(has)}")
     return layers
 

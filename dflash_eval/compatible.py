@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from dflash_eval.cache import Manifest
 from dflash_eval.config import DrafterSpec
 from dflash_eval.drafter.config import DrafterConfig
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, listed
 
 
 def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest, width: int) -> None:
@@ -23,7 +21,7 @@ def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest, wi
         )
     if layers is not None and max(wanted) >= layers:
         refuse(
-            f"needs layers {_join(layer for layer in wanted if layer >= layers)}, the target has 0 to {layers - 1}: "
+            f"needs layers {listed(layer for layer in wanted if layer >= layers)}, the target has 0 to {layers - 1}: "
             "a drafter of another target, or layers counted otherwise\nset target_layer_ids under its overrides"
         )
     counted = drafter.format == "speculators" and spec.overrides.target_layer_ids is None
@@ -38,7 +36,7 @@ def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest, wi
     missing = [layer for layer in wanted if layer not in manifest.layers]
     if missing:
         refuse(
-            f"needs layers {_join(missing)}, the cache has {_join(manifest.layers)}\n"
+            f"needs layers {listed(missing)}, the cache has {listed(manifest.layers)}\n"
             "dflash-eval extract --force adds them, with extract.layers: auto (the completions are kept)"
         )
     if drafter.mask_token_id >= manifest.vocab_size:
@@ -48,7 +46,3 @@ def check_fits(spec: DrafterSpec, drafter: DrafterConfig, manifest: Manifest, wi
         refuse(f"a vocabulary of {drafter.vocab_size}, the target's has {manifest.vocab_size}: of another target")
     if width > (drafter.draft_vocab_size or width):
         refuse(f"drafts from {drafter.draft_vocab_size} tokens, fewer than evaluate.width {width}")
-
-
-def _join(layers: Iterable[int]) -> str:
-    return ", ".join(map(str, layers))

@@ -1,4 +1,8 @@
-"""The ways a command ends badly."""
+"""The ways a command ends badly, and what their messages have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -24,3 +28,8 @@ class Stopped(Exception):
 def reason(error: BaseException) -> str:
     """The first line that the error says; its kind where it says nothing."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def listed(layers: Iterable[int]) -> str:
+    """Layers as messages name them."""
+    return ", ".join(map(str, layers))

@@ -22,7 +22,7 @@ from dflash_eval.cache import Manifest, Sample, Shard
 from dflash_eval.completions import complete
 from dflash_eval.config import Config
 from dflash_eval.drafter.checkpoint import read_config
-from dflash_eval.errors import Stopped, UserError
+from dflash_eval.errors import Stopped, UserError, listed
 from dflash_eval.gpu_memory import check_gpu_memory
 from dflash_eval.lock import lock
 from dflash_eval.machine import device_name, pick_device, software
@@ -86,7 +86,7 @@ def extract(config: Config, *, force: bool = False, say: Callable[[str], None] =
             cachefile.write_manifest(folder, manifest)
         ranks.gather(None)  # the cache is whole when any rank says so
     tokens = sum(shard.tokens for shard in manifest.shards)
-    say(f"{folder}: {len(samples)} samples, {tokens:,} tokens, layers {_join(manifest.layers)}")
+    say(f"{folder}: {len(samples)} samples, {tokens:,} tokens, layers {listed(manifest.layers)}")
     return folder
 
 
@@ -126,7 +126,7 @@ def _begin(
     if manifest is not None and manifest.complete:
         for shard in manifest.shards:
             cachefile.check_shard(folder, shard)
-        say(f"{folder} is complete: {len(manifest.shards)} shards, layers {_join(manifest.layers)}")
+        say(f"{folder} is complete: {len(manifest.shards)} shards, layers {listed(manifest.layers)}")
     return manifest
 
 
@@ -160,7 +160,7 @@ def _check_layers(config: Config, count: int, layers: Sequence[int]) -> None:
     beyond = [layer for layer in layers if layer >= count]
     if beyond:
         raise UserError(
-            f"layers {_join(beyond)} do not exist: {config.target.model} has layers 0 to {count - 1}\n"
+            f"layers {listed(beyond)} do not exist: {config.target.model} has layers 0 to {count - 1}\n"
             "mend extract.layers, or the drafter whose target_layer_ids name them"
         )
 
@@ -267,7 +267,3 @@ def _kernels(target: Target) -> str:
 
 def _silent(line: str) -> None:
     """What rank 0 says for all."""
-
-
-def _join(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))

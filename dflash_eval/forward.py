@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
 from dflash_eval.cache import Sample, state_columns
+from dflash_eval.errors import reason
 from dflash_eval.machine import out_of_memory
 from dflash_eval.target import Target, shield_kernels
 
@@ -171,8 +172,7 @@ def compile_layers(target: Target, warm_up: Callable[[], object], say: Callable[
             raise
         for layer in target.layers:
             del layer.forward
-        reason = next((line for line in str(error).splitlines() if line.strip()), "")[:160]
-        say(f"the layers run uncompiled: torch.compile failed ({type(error).__name__}: {reason})")
+        say(f"the layers run uncompiled: torch.compile failed ({type(error).__name__}: {reason(error)[:160]})")
     return time.perf_counter() - start
 
 

@@ -204,7 +204,7 @@ def main_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         rows.append([
             drafter["name"],
             _with_interval(drafter["tau"], drafter["tau_ci95"]),
-            _number(drafter["tau_micro"]),
+            number(drafter["tau_micro"]),
             str(drafter["cycles"]),
             _with_interval(drafter["ddtree_width"]["tau"], drafter["ddtree_width"]["tau_ci95"]),
             REFERENCE if drafter["reference"] else gap(ratio) if ratio is not None else "",
@@ -215,7 +215,7 @@ def main_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def budget_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["drafter", *(str(entry["budget"]) for entry in results["drafters"][0]["ddtree_budget"])]
     rows = [
-        [drafter["name"], *(_number(entry["tau"]) for entry in drafter["ddtree_budget"])]
+        [drafter["name"], *(number(entry["tau"]) for entry in drafter["ddtree_budget"])]
         for drafter in results["drafters"]
     ]
     return header, rows
@@ -246,7 +246,7 @@ def _prompt_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for samples in zip(*(drafter["samples"] for drafter in drafters), strict=True):
         lengths = [sample["acceptance_lengths"] for sample in samples]
         tokens = sum(lengths[0]) + 1 if lengths[0] else "0 or 1"
-        rows.append([samples[0]["id"], str(tokens), *(_number(sum(x) / len(x) if x else None) for x in lengths)])
+        rows.append([samples[0]["id"], str(tokens), *(number(sum(x) / len(x) if x else None) for x in lengths)])
     return ["prompt", "tokens", *(drafter["name"] for drafter in drafters)], rows
 
 
@@ -267,9 +267,10 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """As tables show it."""
     return "-" if value is None else f"{value:.2f}"
 
 
 def _with_interval(value: float | None, interval: Any) -> str:
-    return _number(value) + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")
+    return number(value) + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_eval import cache as cachefile
 from dflash_eval.cache import Manifest
-from dflash_eval.errors import UserError
+from dflash_eval.errors import UserError, listed
 
 
 def resumable(
@@ -42,7 +42,7 @@ def resumable(
         )
     if not force:
         raise UserError(
-            f"{folder} has layers {_listed(manifest.layers)}, not {_listed(missing)}\n"
+            f"{folder} has layers {listed(manifest.layers)}, not {listed(missing)}\n"
             "the same command with --force adds them (the completions are kept)"
         )
     cachefile.delete_states(folder)
@@ -72,7 +72,3 @@ def _keep_fetched(folder: Path, settings: dict[str, Any], force: bool, say: Call
                 "give the config another name, or overwrite them with --force"
             )
     cachefile.delete_completions(folder)
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dflash_eval.report import markdown_table, number
+
 SHOWN = 12  # rows on the terminal; the file has them all
 SLOTS_SHOWN = (1, 2, 3, 4, 8, 12)
 
@@ -42,15 +44,15 @@ def markdown(result: dict[str, Any]) -> str:
     parts = [f"# Diagnosis of {result['drafter']}", _headline(result)]
     for title, lines in _sections(result):
         parts += [f"## {title}", "\n".join(f"- {line}" for line in lines)]
-    parts += ["## One change at a time", _markdown_table(HEADER, [_cells(row) for row in result["counterfactuals"]])]
+    parts += ["## One change at a time", markdown_table(HEADER, [_cells(row) for row in result["counterfactuals"]])]
     parts.append(
         "Δ log-prob: nats a token by which the text is more probable, at the same anchors for all, with an interval "
         f"that holds for all {result['comparisons']} changes at once. †: τ and its difference on the first tokens of "
         "each stretch alone, as the text is far less probable. The rule: " + result["rule"] + "."
     )
-    parts += ["## By slot", _markdown_table(*_slots(result))]
+    parts += ["## By slot", markdown_table(*_slots(result))]
     layers = [[str(x["layer"]), f"{x['of_weights']:.1%}", f"{x['of_features']:.1%}"] for x in result["fc"]]
-    parts += ["## fc", _markdown_table(["target layer", "of its squared norm", "of what it adds up"], layers)]
+    parts += ["## fc", markdown_table(["target layer", "of its squared norm", "of what it adds up"], layers)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,7 +62,7 @@ HEADER = ["changed", "τ", "Δτ [95% CI]", "Δ log-prob"]
 def _headline(result: dict[str, Any]) -> str:
     cache = result["cache"]
     return (
-        f"{result['drafter']} as configured: τ {_number(result['tau'])} on {cache['prompts']} prompts, up to "
+        f"{result['drafter']} as configured: τ {number(result['tau'])} on {cache['prompts']} prompts, up to "
         f"{cache['tokens']} tokens of each"
     )
 
@@ -90,7 +92,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     within = f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
     return [
         row["change"],
-        f"{mark}{_number(row['tau'])}",
+        f"{mark}{number(row['tau'])}",
         f"{row['tau_difference']:+.2f}{within}",
         f"{row['logprob_difference']:+.2f}",
     ]
@@ -108,16 +110,6 @@ def _slots(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for key, title in (("top1", "top 1"), ("top8", "top 8"), ("confidence", "confidence"), ("entropy", "entropy")):
             cells = [f"{own[key][slot - 1]:.2f}" if slot <= len(own[key]) else "" for slot in shown]
             rows.append([f"{name}: {title}", *cells])
-        far = ", ".join(f"{_number(x['top1'])} at {x['tokens']}" for x in own["by_distance"].values())
+        far = ", ".join(f"{number(x['top1'])} at {x['tokens']}" for x in own["by_distance"].values())
         rows.append([f"{name}: top 1 by tokens from the start: {far}", *[""] * len(shown)])
     return ["slot", *map(str, shown)], rows
-
-
-def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
-    lines.insert(1, "| --- |" + " ---: |" * (len(header) - 1))
-    return "\n".join(lines)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
