@@ -221,7 +221,7 @@ def _states(
     done = {sample_id for shard in manifest.shards for sample_id in cachefile.shard_ids(folder / shard.file)}
     shards = plan_shards(manifest, samples, done)
 
-    def listed(shard: Shard) -> None:
+    def written(shard: Shard) -> None:
         if ranks.rank() == 0:
             manifest.shards.append(shard)
             cachefile.write_manifest(folder, manifest)
@@ -235,7 +235,7 @@ def _states(
     with progress("extract", total) as advance:
         times = write_states(
             folder, manifest, samples, target, shards,
-            stop=stop, compiled=compiled, advance=advance, written=listed,
+            stop=stop, compiled=compiled, advance=advance, written=written,
         )  # fmt: skip
     stop.patient = False
     if times.compiling:
