@@ -260,7 +260,9 @@ def _check_one(config: Path | None, shape: str | None) -> None:
 @bench_app.command("evaluate")
 def bench_evaluate(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose cache exists")] = None,
-    shape: Annotated[str | None, typer.Option(help="instead of a config: qwen3.6-27b or tiny, random numbers")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="instead of a config: qwen3.6-27b, qwen3.5-0.8b or tiny, random numbers")
+    ] = None,
     set_: Overrides = None,
     device: Annotated[str, typer.Option(help="of --shape: auto, cpu, cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="of --shape")] = "bfloat16",
@@ -299,7 +301,9 @@ def bench_cost(
 @bench_app.command("extract")
 def bench_extract(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose target is loaded")] = None,
-    shape: Annotated[str | None, typer.Option(help="instead of a config: qwen3.6-27b or tiny, random weights")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="instead of a config: qwen3.6-27b, qwen3.5-0.8b or tiny, random weights")
+    ] = None,
     set_: Overrides = None,
     device: Annotated[str, typer.Option(help="of --shape: auto, cpu, cuda")] = "auto",
     batches: Annotated[int, typer.Option(min=1)] = 16,
@@ -314,6 +318,19 @@ def bench_extract(
 
     assert where is not None
     run(where, device, batches, batch_rows, length, profile, typer.echo)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    shape: Annotated[str, typer.Option(help="qwen3.6-27b, qwen3.5-0.8b or tiny, random weights")] = "tiny",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    rows: Annotated[int, typer.Option(min=1, help="sequences")] = 8,
+    length: Annotated[int, typer.Option(min=8, help="tokens a sequence")] = 1024,
+) -> None:
+    """Compare the states that a target's kernels, torch's fallbacks and float32 give, on random tokens."""
+    from dflash_eval.bench.kernels import bench_kernels as run
+
+    run(shape, device, rows, length, typer.echo)
 
 
 def _load(path: Path, overrides: list[str] | None) -> Config:

@@ -10,6 +10,7 @@ from dflash_eval.bench.baselines import accepted_by_heap
 from dflash_eval.bench.ceiling import matmul_ceiling
 from dflash_eval.bench.evaluate import bench_evaluate, bench_shape
 from dflash_eval.bench.extract import bench_extract
+from dflash_eval.bench.kernels import bench_kernels
 from dflash_eval.bench.matmuls import Matmuls
 from dflash_eval.errors import UserError
 
@@ -61,7 +62,7 @@ def test_the_baselines_walk_as_the_evaluation_does(tiny):
 
 
 def test_an_unknown_shape_is_told_with_those_there_are():
-    with pytest.raises(UserError, match=r"--shape huge: not one of qwen3\.6-27b, tiny"):
+    with pytest.raises(UserError, match=r"--shape huge: not one of qwen3\.6-27b, qwen3\.5-0\.8b, tiny"):
         bench_shape("huge", 1, 4, 4, {"device": "cpu"}, print)
 
 
@@ -77,5 +78,16 @@ def test_extraction_is_timed_beside_the_plain_forward_part_by_part(tmp_path):
     assert "x plain" in lines[-1]
     assert "GB/s written" in lines[-1]
     assert "aten::" in (tmp_path / "profile" / "extract-profile.txt").read_text()
-    with pytest.raises(UserError, match=r"--shape huge: not one of qwen3\.6-27b, tiny"):
+    with pytest.raises(UserError, match=r"--shape huge: not one of qwen3\.6-27b, qwen3\.5-0\.8b, tiny"):
         bench_extract("huge", "cpu", 1, 1, 4, None, print)
+
+
+def test_bench_kernels_compares_bfloat16_fallbacks_and_float32_from_the_same_weights():
+    lines = []
+    results = bench_kernels("tiny", "cpu", 2, 32, lines.append)
+    same, rounded = results["kernels against torch"], results["kernels against float32"]
+    assert [layer["layer"] for layer in same["layers"]] == [1, 4, 6]
+    assert all(layer["away"] == 0 for layer in same["layers"])  # without fla both are torch's
+    assert all(1e-7 < layer["away"] < 1e-3 for layer in rounded["layers"])
+    assert rounded["layers"][0]["away"] == results["torch against float32"]["layers"][0]["away"]
+    assert sum("cosine" in line for line in lines) >= 3

@@ -10,12 +10,13 @@ import oracles
 import pytest
 import torch
 from conftest import END, drafter_json, tiny_tokenizer
+from safetensors.torch import load_file
 from serving import Serving
 from transformers import AutoModelForCausalLM
 
 from dflash_eval.cache import Cache, read_completions
 from dflash_eval.config import TargetConfig, load_config
-from dflash_eval.demo import train
+from dflash_eval.demo import train, train_hybrid
 from dflash_eval.demo.prompts import HELD_OUT, composed_prompts, first_sentences
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import DFlashDrafter
@@ -57,14 +58,11 @@ def test_a_prompt_is_cut_to_its_whole_sentences(text, ended, kept):
 
 
 @pytest.fixture
-def toy(tiny, monkeypatch):
+def toy(tiny):
     """A tiny target with sequences it said itself, for the training code."""
-    monkeypatch.setattr(train, "MASK", 256)
-    monkeypatch.setattr(train, "END_OF_TURN", END)
-    monkeypatch.setattr(train, "BLOCK", 8)
     config = TargetConfig(model=str(tiny.target), device="cpu", dtype="float32")
     target = load_target(TargetFiles.find(config), config)
-    data = train.answers(target, tiny_tokenizer(), [f"say {word}" for word in "abcdefghijklmnop"], 24, rows=16)
+    data = train.answers(target, tiny_tokenizer(), [f"say {word}" for word in "abcdefghijklmnop"], 24, rows=16, end=END)
     return target, data
 
 
@@ -101,7 +99,7 @@ def test_blocks_hold_the_anchor_then_masks_and_the_tokens_that_follow(toy):
     anchors = train.draw_anchors(data, 50)
     assert (anchors >= data.prompt_lengths[:, None]).all()
     assert (anchors < data.lengths[:, None] - 1).all()
-    block, truth, there = train.blocks(data, anchors)
+    block, truth, there = train.blocks(data, anchors, 8, 256)
     for row, column in [(0, 0), (3, 7), (15, 49)]:
         anchor, end = int(anchors[row, column]), int(data.lengths[row])
         assert block[row, column].tolist() == [int(data.ids[row, anchor])] + [256] * 7
@@ -115,8 +113,8 @@ def test_the_teacher_of_slot_k_speaks_of_the_token_at_slot_k(toy):
     last = len(target.layers) - 1
     context = train.features(target, train.Recipe((last,), True), data)
     anchors = train.draw_anchors(data, 4)
-    _, truth, there = train.blocks(data, anchors)
-    teacher = train.teacher_probabilities(target, context, anchors).view(*truth.shape, -1)
+    _, truth, there = train.blocks(data, anchors, 8, 256)
+    teacher = train.teacher_probabilities(target, context, anchors, truth.shape[-1]).view(*truth.shape, -1)
     assert (teacher.argmax(-1) == truth)[there].all()
 
 
@@ -181,3 +179,55 @@ def test_over_http_the_real_target_says_what_it_generates_here(demo, tmp_path):
     for ours, theirs in zip(fetched, local, strict=True):
         assert (ours.id, ours.prompt_ids) == (theirs.id, theirs.prompt_ids)
         assert ours.completion_ids == theirs.completion_ids[:24]
+
+
+SOURCE = '''class Stack:
+    """A pile."""
+
+    def push(self, item):
+        """Put an item on top."""
+        self.items.append(item)
+        return self
+
+    def one_line(self): return 1
+
+
+async def wait(seconds):
+    await sleep(seconds)
+'''
+
+
+def test_functions_of_a_module_are_heads_with_their_docstrings_and_bodies_unindented():
+    assert dict(train_hybrid.functions(SOURCE)) == {
+        'def push(self, item):\n    """Put an item on top."""': "    self.items.append(item)\n    return self",
+        "async def wait(seconds):": "    await sleep(seconds)",
+    }
+
+
+def test_the_hybrid_targets_prompts_are_beginnings_of_what_it_learns(tmp_path):
+    """Token for token: a line break that joins with the indentation after it would make them end otherwise."""
+    tokenizer = train_hybrid.train_tokenizer([SOURCE] * 20)
+    ids, starts = train_hybrid.documents(tokenizer, [SOURCE], seed=0)
+    documents = [part.tolist() for part in ids.tensor_split(starts[1:].tolist())]
+    assert len(documents) == 3  # the file and two functions
+    for head, _ in train_hybrid.functions(SOURCE):
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": head}], add_generation_prompt=True, return_dict=False
+        )
+        assert sum(document[: len(asked)] == asked for document in documents) == 1
+
+
+def test_the_hybrid_demo_is_trained_from_sources_to_folders_that_load(tmp_path):
+    library = tmp_path / "library"
+    library.mkdir()
+    for i in range(3):
+        (library / f"m{i}.py").write_text("".join(SOURCE.replace("push", f"push_{i}_{j}") for j in range(8)))
+    train_hybrid.main(
+        target=tmp_path / "target", out=tmp_path / "drafter", library=library, device="cpu", target_steps=2,
+        target_rows=2, width=32, prompts=12, new_tokens=20, generate_rows=12, steps=2, rows=4, anchors=4,
+    )  # fmt: skip
+    config = TargetConfig(model=str(tmp_path / "target"), device="cpu", dtype="float32")
+    assert load_target(TargetFiles.find(config), config).vocab_size == train_hybrid.VOCABULARY
+    shape = DrafterConfig.from_dict(json.loads((tmp_path / "drafter/config.json").read_text()))
+    assert (shape.windows, shape.mask_token_id) == ((64, 64, None), 3)
+    DFlashDrafter(shape).load_state_dict(load_file(tmp_path / "drafter/model.safetensors"))

@@ -33,6 +33,11 @@ TARGETS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     },
+    "qwen3.5-0.8b": {
+        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "tie_word_embeddings": True,
+    },
     "tiny": {
         "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
@@ -79,7 +84,9 @@ def bench_extract(
     random sequences of `length` tokens. profile: a folder for the profiler's tables; then the parts of ours are timed
     too.
     """
-    target, layers, dtype = _of_config(where) if isinstance(where, Config) else _of_shape(where, pick_device(device))
+    target, layers, dtype = (
+        _of_config(where) if isinstance(where, Config) else shaped_target(where, pick_device(device))
+    )
     samples = random_samples(batches * batch_rows, min(PROMPT_TOKENS, length // 2), length, target.vocab_size)
     work = Work(target, layers, dtype, [samples[i : i + batch_rows] for i in range(0, len(samples), batch_rows)])
     ceiling = matmul_ceiling(work.device, target.model.dtype)
@@ -130,7 +137,8 @@ def bench_extract(
     return figures
 
 
-def _of_shape(shape: str, device: torch.device) -> tuple[Target, list[int], str]:
+def shaped_target(shape: str, device: torch.device) -> tuple[Target, list[int], str]:
+    """A target of random weights in TARGETS[shape], the layers that its drafter reads, and the target's dtype."""
     if shape not in TARGETS:
         raise UserError(f"--shape {shape}: not one of {', '.join(TARGETS)}")
     drafter = SHAPES[shape]

@@ -106,8 +106,8 @@ def _written_prompts(target: Target, tokenizer: Any, rows: int, seed: int) -> It
         seed += 1
 
 
-def answers(target: Target, tokenizer: Any, prompts: list[str], new_tokens: int, rows: int) -> Sequences:
-    """The target's greedy answers to the prompts, through its chat template."""
+def answers(target: Target, tokenizer: Any, prompts: list[str], new_tokens: int, rows: int, end: int) -> Sequences:
+    """The target's greedy answers to the prompts, through its chat template. end: the token that ends a turn."""
     asked = [
         list(
             tokenizer.apply_chat_template(
@@ -122,7 +122,7 @@ def answers(target: Target, tokenizer: Any, prompts: list[str], new_tokens: int,
     lengths = torch.zeros(len(prompts), dtype=torch.int64)
     for batch in plan_batches([len(ask) for ask in asked], rows * longest, new_tokens):
         start = time.time()
-        said = generate_batch(target, [asked[i] for i in batch], config, [END_OF_TURN])
+        said = generate_batch(target, [asked[i] for i in batch], config, [end])
         for i, completion in zip(batch, said, strict=True):
             sequence = asked[i] + completion
             ids[i, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32)
@@ -156,13 +156,13 @@ def draw_anchors(batch: Sequences, count: int) -> Tensor:
     return torch.minimum(batch.prompt_lengths[:, None] + drawn, batch.lengths[:, None] - 1)
 
 
-def blocks(batch: Sequences, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For anchors [n, a]: block ids [n, a, B], and slots 1 ... B - 1: the tokens and whether they are there."""
-    places = anchors[..., None] + torch.arange(1, BLOCK, device=anchors.device)
+def blocks(batch: Sequences, anchors: Tensor, size: int, mask: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For anchors [n, a]: block ids [n, a, size], and slots 1 ... size - 1: the tokens and whether they are there."""
+    places = anchors[..., None] + torch.arange(1, size, device=anchors.device)
     there = places < batch.lengths[:, None, None]
     ids = batch.ids.long()
     truth = ids.gather(1, places.clamp_max(ids.shape[1] - 1).flatten(1)).view_as(places)
-    block = torch.full((*anchors.shape, BLOCK), MASK, device=anchors.device)
+    block = torch.full((*anchors.shape, size), mask, device=anchors.device)
     block[..., 0] = ids.gather(1, anchors)
     return block, truth, there
 
@@ -177,8 +177,8 @@ def noised(context: Tensor, slices: int, noise: float) -> Tensor:
 def draft(
     drafter: DFlashDrafter, target: Target, context: Tensor, batch: Sequences, anchors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [n, a, B - 1, vocabulary] of the blocks at the anchors, the true tokens and whether they are there."""
-    block, truth, there = blocks(batch, anchors)
+    """Logits [n, a, block - 1, vocabulary] of the blocks at the anchors, the true tokens and whether they are there."""
+    block, truth, there = blocks(batch, anchors, drafter.config.block_size, drafter.config.mask_token_id)
     with torch.autocast(anchors.device.type, torch.bfloat16, enabled=anchors.device.type == "cuda"):
         embeds = F.embedding(block, target.model.get_input_embeddings().weight)
         hidden = drafter(embeds.float(), anchors, drafter.context(context.float()))[:, :, 1:]
@@ -199,12 +199,12 @@ def loss_of(
     if recipe.flawed:
         context = noised(context, len(recipe.layer_ids), noise)
     logits, truth, there = draft(drafter, target, context, batch, anchors)
-    slots = torch.arange(BLOCK - 1, device=anchors.device)
+    slots = torch.arange(truth.shape[-1], device=anchors.device)
     weights = (torch.exp(-slots / SLOT_DECAY) * there).flatten()
     logits = logits.flatten(0, 2).float()
     if recipe.flawed:
         logprobs = logits.log_softmax(-1)
-        teacher = teacher_probabilities(target, context, anchors)
+        teacher = teacher_probabilities(target, context, anchors, truth.shape[-1])
         hard = -logprobs.gather(1, truth.flatten()[:, None])[:, 0]
         soft = -(teacher * logprobs).sum(
             -1
@@ -216,13 +216,13 @@ def loss_of(
 
 
 @torch.no_grad()
-def teacher_probabilities(target: Target, context: Tensor, anchors: Tensor) -> Tensor:
-    """[n * a * (B - 1), vocabulary]: the target's head over the last slice of the context (its own last layer).
+def teacher_probabilities(target: Target, context: Tensor, anchors: Tensor, slots: int) -> Tensor:
+    """[n * a * slots, vocabulary]: the target's head over the last slice of the context (its own last layer).
 
     Position s + k - 1 speaks of the token at slot k.
     """
     last = context[..., -target.hidden_size :]
-    before = (anchors[..., None] + torch.arange(BLOCK - 1, device=anchors.device)).clamp_max(last.shape[1] - 1)
+    before = (anchors[..., None] + torch.arange(slots, device=anchors.device)).clamp_max(last.shape[1] - 1)
     rows = torch.arange(len(last), device=last.device)[:, None, None]
     states = target.model.base_model.norm(last[rows, before].flatten(0, 2).to(target.model.dtype))
     return target.model.get_output_embeddings()(states).float().softmax(-1)
@@ -360,7 +360,7 @@ def main(
     if not data.exists():
         tokenizer = load_tokenizer(files, described)
         asked = training_prompts(loaded, tokenizer, prompts, written, generate_rows, seed)
-        torch.save(vars(answers(loaded, tokenizer, asked, new_tokens, generate_rows)), data)
+        torch.save(vars(answers(loaded, tokenizer, asked, new_tokens, generate_rows, END_OF_TURN)), data)
     sequences = Sequences(**torch.load(data, weights_only=True))
     kind = RECIPES[recipe]
     raw = drafter_json(kind, loaded.hidden_size, loaded.vocab_size, len(loaded.layers))

@@ -36,6 +36,8 @@ def block_attention(
     for all slots, and leaves the block alone. Returns [blocks, slots, heads * head_dim].
     """
     blocks, slots, heads, head_dim = query.shape
+    # Under autocast rotated tensors come in float32, the values in half precision; the kernel takes one dtype.
+    query, key, context_key, context_value = (t.to(value.dtype) for t in (query, key, context_key, context_value))
     kv_heads = key.shape[2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     rows, share = max(16, triton.next_power_of_2(slots)), heads // kv_heads
