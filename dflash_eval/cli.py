@@ -25,6 +25,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Repeatable measurements: how fast, and how far from what the machine can do.")
 app.add_typer(bench_app, name="bench", no_args_is_help=True)
 ConfigPath = Annotated[Path, typer.Option("--config", "-c", help="YAML config, e.g. configs/demo.yaml")]
+SHAPE_NAMES = "qwen3.6-27b, qwen3.5-0.8b or tiny"
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="override a key: --set evaluate.width=4 (repeatable)", show_default=False),
@@ -260,9 +261,7 @@ def _check_one(config: Path | None, shape: str | None) -> None:
 @bench_app.command("evaluate")
 def bench_evaluate(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose cache exists")] = None,
-    shape: Annotated[
-        str | None, typer.Option(help="instead of a config: qwen3.6-27b, qwen3.5-0.8b or tiny, random numbers")
-    ] = None,
+    shape: Annotated[str | None, typer.Option(help=f"instead of a config: {SHAPE_NAMES}, random numbers")] = None,
     set_: Overrides = None,
     device: Annotated[str, typer.Option(help="of --shape: auto, cpu, cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="of --shape")] = "bfloat16",
@@ -301,9 +300,7 @@ def bench_cost(
 @bench_app.command("extract")
 def bench_extract(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="a config whose target is loaded")] = None,
-    shape: Annotated[
-        str | None, typer.Option(help="instead of a config: qwen3.6-27b, qwen3.5-0.8b or tiny, random weights")
-    ] = None,
+    shape: Annotated[str | None, typer.Option(help=f"instead of a config: {SHAPE_NAMES}, random weights")] = None,
     set_: Overrides = None,
     device: Annotated[str, typer.Option(help="of --shape: auto, cpu, cuda")] = "auto",
     batches: Annotated[int, typer.Option(min=1)] = 16,
@@ -322,7 +319,7 @@ def bench_extract(
 
 @bench_app.command("kernels")
 def bench_kernels(
-    shape: Annotated[str, typer.Option(help="qwen3.6-27b, qwen3.5-0.8b or tiny, random weights")] = "tiny",
+    shape: Annotated[str, typer.Option(help=f"{SHAPE_NAMES}, random weights")] = "tiny",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     rows: Annotated[int, typer.Option(min=1, help="sequences")] = 8,
     length: Annotated[int, typer.Option(min=8, help="tokens a sequence")] = 1024,

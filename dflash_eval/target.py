@@ -134,7 +134,7 @@ def load_target(files: TargetFiles, config: TargetConfig) -> Target:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = pick_device(config.device)
-    _restore_kernels()
+    restore_kernels()
     with load_errors(config):
         if not files.gguf:
             files.check_weights()
@@ -169,7 +169,7 @@ def _check_fitting(model: Any, report: dict[str, Any], config: TargetConfig) -> 
 
 def skeleton(files: TargetFiles, config: TargetConfig) -> Any:
     """The target without weights, on the meta device."""
-    _restore_kernels()
+    restore_kernels()
     with load_errors(config):
         auto, described = _model_class(files, config)
         with torch.device("meta"):
@@ -302,7 +302,8 @@ def _fallback(implementation: Callable[..., Any], package: str) -> Callable[...,
     return bound
 
 
-def _restore_kernels() -> None:
+def restore_kernels() -> None:
+    """Undo `use_fallbacks`."""
     for (module, name), function in REPLACED.items():
         setattr(sys.modules[module], name, function)
     REPLACED.clear()

@@ -204,7 +204,7 @@ def test_functions_of_a_module_are_heads_with_their_docstrings_and_bodies_uninde
     }
 
 
-def test_the_hybrid_targets_prompts_are_beginnings_of_what_it_learns(tmp_path):
+def test_the_hybrid_targets_prompts_are_beginnings_of_what_it_learns():
     """Token for token: a line break that joins with the indentation after it would make them end otherwise."""
     tokenizer = train_hybrid.train_tokenizer([SOURCE] * 20)
     ids, starts = train_hybrid.documents(tokenizer, [SOURCE], seed=0)

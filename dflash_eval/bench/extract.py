@@ -23,7 +23,15 @@ from dflash_eval.forward import compile_layers, forward
 from dflash_eval.machine import device_name, out_of_memory, pick_device
 from dflash_eval.signals import Stop
 from dflash_eval.states import Times, plan_shards, write_states
-from dflash_eval.target import Target, TargetFiles, find_layers, kernels_of, load_target, require_kernels
+from dflash_eval.target import (
+    Target,
+    TargetFiles,
+    find_layers,
+    kernels_of,
+    load_target,
+    require_kernels,
+    restore_kernels,
+)
 
 Say = Callable[[str], None]
 # What the drafter's shape (synthetic.py) leaves open; layers are linear attention but for each fourth.
@@ -141,6 +149,7 @@ def shaped_target(shape: str, device: torch.device) -> tuple[Target, list[int], 
     """A target of random weights in TARGETS[shape], the layers that its drafter reads, and the target's dtype."""
     if shape not in TARGETS:
         raise UserError(f"--shape {shape}: not one of {', '.join(TARGETS)}")
+    restore_kernels()
     drafter = SHAPES[shape]
     kept = {key: drafter[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
     dtype = "bfloat16" if device.type == "cuda" else "float32"

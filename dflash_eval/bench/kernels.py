@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_eval.bench.extract import SHARD_BYTES, shaped_target
+from dflash_eval.bench.extract import Work, shaped_target
 from dflash_eval.bench.synthetic import random_samples
-from dflash_eval.cache import Manifest, Sample, write_completions, write_manifest
+from dflash_eval.cache import Sample, write_completions, write_manifest
 from dflash_eval.comparison import compare_caches
 from dflash_eval.comparison_report import layer_table, verdict
 from dflash_eval.machine import pick_device
@@ -53,12 +53,9 @@ def bench_kernels(
 
 def _extract(folder: Path, target: Target, layers: list[int], samples: Sequence[Sample]) -> None:
     folder.mkdir()
-    manifest = Manifest(
-        name=folder.name, settings={"completions": {"temperature": 0.0}}, layers=layers,
-        hidden_size=target.hidden_size, vocab_size=target.vocab_size, dtype=str(target.model.dtype).split(".")[1],
-        target_stats=True, batch_tokens=len(samples[0]), shard_bytes=SHARD_BYTES,
-        provenance={"kernels": kernels_of(target.model)},
-    )  # fmt: skip
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    manifest = Work(target, layers, dtype, [[sample] for sample in samples]).manifest(stats=True)
+    manifest.provenance["kernels"] = kernels_of(target.model)
     times = write_states(folder, manifest, samples, target, plan_shards(manifest, samples, set()), stop=Stop())
     manifest.shards, manifest.complete = times.shards, True
     write_completions(folder, samples)

@@ -280,11 +280,7 @@ def train(
         drawn = pool[torch.randint(len(pool), (rows,), device=device)]
         batch = data[drawn]
         loss = loss_of(drafter, target, recipe, context[drawn], batch, draw_anchors(batch, anchors), noise)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        learn(loss, drafter, optimizer, schedule)
         if step % 500 == 499 or step == steps - 1:
             tau, accuracy = tau_estimate(drafter, target, context[held_out], data[held_out])
             print(
@@ -294,6 +290,15 @@ def train(
                 flush=True,
             )
     return tau_estimate(drafter, target, context[held_out], data[held_out])[0]
+
+
+def learn(loss: Tensor, model: torch.nn.Module, optimizer: Any, schedule: Any) -> None:
+    """One step down the loss's gradient, its norm clipped to 1."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
 
 
 def drafter_json(recipe: Recipe, hidden: int, vocab: int, target_layers: int) -> dict[str, Any]:

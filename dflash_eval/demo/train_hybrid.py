@@ -13,7 +13,7 @@ import random
 import sysconfig
 import textwrap
 import time
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from dflash_eval.config import TargetConfig
-from dflash_eval.demo.train import BLOCK, Recipe, Sequences, answers, features, save, train
+from dflash_eval.demo.train import Recipe, answers, drafter_json, features, learn, save, train
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.target import TargetFiles, load_target, load_tokenizer, use_fallbacks
@@ -64,15 +64,17 @@ def source_files(folder: Path) -> tuple[list[str], list[str]]:
     for number, path in enumerate(paths):
         try:
             text = path.read_text(encoding="utf-8")
-            ast.parse(text)
+            functions(text)
         except (UnicodeDecodeError, SyntaxError, ValueError):
             continue
         texts[number % HELD_OUT_FILES == 0].append(text)
     return texts
 
 
-def functions(text: str) -> Iterator[tuple[str, str]]:
+@cache
+def functions(text: str) -> tuple[tuple[str, str], ...]:
     """Head (its docstring included) and body of each function of a module, unindented."""
+    found = []
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
@@ -85,7 +87,8 @@ def functions(text: str) -> Iterator[tuple[str, str]]:
         whole = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).split("\n")
         head, rest = whole[: split - node.lineno + 1], whole[split - node.lineno + 1 :]
         if rest and whole[0].startswith(("def ", "async def ")):
-            yield "\n".join(head), "\n".join(rest)
+            found.append(("\n".join(head), "\n".join(rest)))
+    return tuple(found)
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -160,11 +163,7 @@ def train_target(
         anywhere = torch.randint(len(ids) - width, (rows // 2,), device=device)
         beginnings = starts[torch.randint(len(starts), (rows - rows // 2,), device=device)]
         loss = loss_of(ids, torch.cat([anywhere, beginnings]).clamp_max(len(ids) - width - 1))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        learn(loss, model, optimizer, schedule)
         if step % 250 == 249 or step == steps - 1:
             with torch.no_grad():
                 fixed = torch.linspace(0, len(held_out) - width - 1, rows, device=device).long()
@@ -183,27 +182,14 @@ def save_target(model: Any, tokenizer: Any, folder: Path) -> None:
 # The drafter
 
 
-def drafter_json(mask: int) -> dict[str, Any]:
+def hybrid_json(mask: int) -> dict[str, Any]:
     """z-lab's config.json, sliding windows and a full layer as Qwen3.6-27B's drafter has them."""
     return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "hidden_size": SHAPE["hidden_size"],
+        **drafter_json(LAYERS, SHAPE["hidden_size"], VOCABULARY, SHAPE["num_hidden_layers"]),
         "intermediate_size": SHAPE["intermediate_size"],
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": SHAPE["num_key_value_heads"],
         "rope_theta": 10000.0,
         "max_position_embeddings": SHAPE["max_position_embeddings"],
-        "vocab_size": VOCABULARY,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "num_target_layers": SHAPE["num_hidden_layers"],
-        "block_size": BLOCK,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "use_sliding_window": True,
         "sliding_window": WINDOW,
@@ -252,12 +238,10 @@ def main(
     loaded, tokenizer = load_target(files, described), load_tokenizer(files, described)
     asked = heads(tokenizer, texts, prompts, seed)
     end = tokenizer.convert_tokens_to_ids(END)
-    with torch.inference_mode():
-        said = answers(loaded, tokenizer, asked, new_tokens, generate_rows, end)
-    sequences = Sequences(said.ids.clone(), said.prompt_lengths.clone(), said.lengths.clone())
+    sequences = answers(loaded, tokenizer, asked, new_tokens, generate_rows, end)
     for row in range(4):
         print(tokenizer.decode(sequences.ids[row, : sequences.lengths[row]].tolist()), "\n", flush=True)
-    raw = drafter_json(tokenizer.convert_tokens_to_ids(MASK))
+    raw = hybrid_json(tokenizer.convert_tokens_to_ids(MASK))
     torch.manual_seed(seed)
     drafter = DFlashDrafter(DrafterConfig.from_dict(raw)).to(loaded.device)
     tau = train(

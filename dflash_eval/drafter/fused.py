@@ -28,7 +28,7 @@ def block_attention(
     causal: bool,
     from_anchor: bool = False,
 ) -> Tensor:
-    """What `BlockAttention` computes with plain products, in query's dtype.
+    """What `BlockAttention` computes with plain products, in value's dtype.
 
     query: [blocks, slots, heads, head_dim], scaled. key, value: [blocks, slots, kv_heads, head_dim]. context_key,
     context_value: [samples, kv_heads, positions, head_dim]. owners, anchors, lengths: [blocks], each block's sample,
