@@ -56,7 +56,7 @@ class Times:
 
 
 def plan_shards(manifest: Manifest, samples: Sequence[Sample], done: set[str]) -> list[PlannedShard]:
-    """What this rank is to write: whole batches until a shard is full.
+    """What this rank is to write: shards of whole batches, none above `shard_bytes` but that of a single larger batch.
 
     The batches depend on the sequences alone; they are dealt whole, so that any number of ranks, and a run that
     resumes with another number, computes the same. done: ids of samples that are in shards already.
@@ -65,13 +65,14 @@ def plan_shards(manifest: Manifest, samples: Sequence[Sample], done: set[str]) -
     todo = [(n, batch) for n, batch in enumerate(batches) if any(samples[i].id not in done for i in batch)]
     tokens = [sum(len(samples[i]) for i in batch) for _, batch in todo]
     shards: list[PlannedShard] = []
-    size = manifest.shard_bytes
+    size = 0
     for number, batch in ranks.deal(todo, tokens):
-        if size >= manifest.shard_bytes:
+        more = sum(len(samples[i]) for i in batch) * manifest.token_bytes()
+        if not shards or size + more > manifest.shard_bytes:
             shards.append(PlannedShard(number, []))
             size = 0
         shards[-1].batches.append(batch)
-        size += sum(len(samples[i]) for i in batch) * manifest.token_bytes()
+        size += more
     return shards
 
 
