@@ -11,7 +11,7 @@ import h5py
 import pytest
 import torch
 import yaml
-from conftest import MASK, save_drafter, write_config
+from conftest import MASK, save_drafter, train_on_cache, write_config
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
@@ -179,6 +179,14 @@ def test_labels_that_were_shifted_in_training_are_found(small, tiny, tmp_path):
     result = small.diagnose(save_drafter(tmp_path / "mine", tiny.raw, train_shifted(tiny)))
     assert result["counterfactuals"][0]["change"] == "slot k read as predicting k+1"
     assert "shifted by one, as in a causal language model" in result["counterfactuals"][0]["cause"]
+
+
+def test_a_context_that_held_the_anchor_in_training_is_found(small, tiny, tmp_path):
+    state = train_on_cache(tiny.raw, small.cache, context_shift=1)
+    result = small.diagnose(save_drafter(tmp_path / "mine", tiny.raw, state))
+    for r in result["counterfactuals"][:4]: print(r)
+    assert result["counterfactuals"][0]["change"] == "context with the anchor's features"
+    assert "the context held the anchor's own features in training" in result["verdicts"][0]
 
 
 def test_every_state_is_read_once(small, monkeypatch):

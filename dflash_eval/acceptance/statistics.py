@@ -60,9 +60,7 @@ def bootstrap_ratio_interval(
     return _interval(columns, prompts, lambda means: means[:, 0] / means[:, 1], draws, seed, small_sample)
 
 
-def student_interval(
-    values: NDArray[np.float64], prompts: Prompts = None, confidence: float = 0.95
-) -> Interval | None:
+def student_interval(values: NDArray[np.float64], prompts: Prompts = None, confidence: float = 0.95) -> Interval | None:
     """Student's interval of the mean of `values` [samples] over prompts; None below two prompts with finite values.
 
     For levels that a bootstrap of few prompts cannot hold: its percentiles never leave the range of the prompts' own
@@ -71,7 +69,8 @@ def student_interval(
     totals, sizes = _totals(values[:, None], prompts)
     if len(sizes) < 2:
         return None
-    mean, half = totals[:, 0].sum() / sizes.sum(), student_t(len(sizes) - 1, confidence) * _standard_error(totals, sizes)
+    mean = totals[:, 0].sum() / sizes.sum()
+    half = student_t(len(sizes) - 1, confidence) * _standard_error(totals, sizes)
     return float(mean - half), float(mean + half)
 
 
