@@ -11,7 +11,7 @@ import h5py
 import pytest
 import torch
 import yaml
-from conftest import MASK, save_drafter, train_on_cache, write_config
+from conftest import MASK, PROMPTS, save_drafter, train_on_cache, write_config
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
@@ -32,6 +32,10 @@ from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate, fitting_cache
 from dflash_eval.extract import extract
+
+MORE_PROMPTS = [
+    "open a file", "divide two numbers", "how do I test it?", "print the date", "a class for a queue", "sum the digits",
+]  # fmt: skip
 
 
 class Setup:
@@ -148,11 +152,15 @@ def check_ranked_first(result: dict, fault) -> None:
 
 @pytest.fixture(scope="module")
 def small(tiny, tmp_path_factory):
-    """The trained tiny drafter, on a cache with its layers' neighbours."""
+    """A tiny drafter trained on a cache of twelve prompts with its layers' neighbours: six prove little."""
     folder = tmp_path_factory.mktemp("neighbours")
-    path = write_config(folder, tiny.target, [("mine", tiny.drafter)], extract={"extra_layers": "neighbours"})
+    lines = [json.dumps({"id": f"p{i}", "prompt": prompt}) + "\n" for i, prompt in enumerate([*PROMPTS, *MORE_PROMPTS])]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    healthy = save_drafter(folder / "drafter", tiny.raw)
+    path = write_config(folder, tiny.target, [("mine", healthy)], extract={"extra_layers": "neighbours"})
     extract(load_config(path), say=lambda _: None)
-    return Setup(path, folder, tiny.drafter, [])
+    save_drafter(healthy, tiny.raw, train_on_cache(tiny.raw, Cache(folder / "cache"), 240))
+    return Setup(path, folder, healthy, [])
 
 
 # The tiny target's text repeats itself too much, and its last layer is too near to normed, for the other two.
@@ -173,18 +181,17 @@ def test_neighbours_are_extracted(small):
     assert small.cache.manifest.layers == [0, 1, 2, 3, 4, 5]
 
 
-def test_labels_that_were_shifted_in_training_are_found(small, tiny, tmp_path):
+def test_labels_that_were_shifted_in_training_are_found(small, tmp_path):
     from drafters import train_shifted
 
-    result = small.diagnose(save_drafter(tmp_path / "mine", tiny.raw, train_shifted(tiny)))
+    result = small.diagnose(save_drafter(tmp_path / "mine", small.raw, train_shifted(small, 120)))
     assert result["counterfactuals"][0]["change"] == "slot k read as predicting k+1"
     assert "shifted by one, as in a causal language model" in result["counterfactuals"][0]["cause"]
 
 
-def test_a_context_that_held_the_anchor_in_training_is_found(small, tiny, tmp_path):
-    state = train_on_cache(tiny.raw, small.cache, context_shift=1)
-    result = small.diagnose(save_drafter(tmp_path / "mine", tiny.raw, state))
-    for r in result["counterfactuals"][:4]: print(r)
+def test_a_context_that_held_the_anchor_in_training_is_found(small, tmp_path):
+    state = train_on_cache(small.raw, small.cache, 240, context_shift=1)
+    result = small.diagnose(save_drafter(tmp_path / "mine", small.raw, state))
     assert result["counterfactuals"][0]["change"] == "context with the anchor's features"
     assert "the context held the anchor's own features in training" in result["verdicts"][0]
 
@@ -272,7 +279,13 @@ def numbers(early, top8, confidence, **changes):
         "entropy": [1.0] * slots,
     }
     by_distance = {name: {"tokens": 1, "top1": 0.6} for name in ("near", "middle", "far")}
-    rest = {"repeats_anchor": 0.0, "text_repeats_anchor": 0.0, "one_ahead": 0.0, "by_distance": by_distance}
+    rest = {
+        "features_worth": None,
+        "repeats_anchor": 0.0,
+        "text_repeats_anchor": 0.0,
+        "one_ahead": 0.0,
+        "by_distance": by_distance,
+    }
     return {**own, **rest, **changes}
 
 
@@ -281,6 +294,8 @@ def numbers(early, top8, confidence, **changes):
     [
         (numbers(0.6, 0.9, 0.65), []),
         (numbers(0.2, 0.3, 0.2), ["does not get, or cannot use"]),
+        (numbers(0.2, 0.3, 0.2, features_worth=0.1), ["does not get, or cannot use"]),
+        (numbers(0.2, 0.3, 0.2, features_worth=2.0), ["features reach it, which tell it 2.0 nats a token more"]),
         (numbers(0.6, 0.9, 0.6, top1=[0.7, 0.4, 0.2, 0.1]), ["falls steeply"]),
         (numbers(0.55, 0.85, 0.1), ["soft labels"]),
         (numbers(0.55, 0.85, 0.95), ["overconfident"]),

@@ -88,7 +88,7 @@ def compare(
         else:
             own, worth = short if shortened else whole, gains.get(test.outweighs or "")
             rows.append(_row(test, gain, worth, means, own, shortened, prompts, comparisons, config))
-    rows.sort(key=lambda row: (not row["accused"], -row["logprob_difference"]))
+    rows.sort(key=lambda row: (not row["accused"], -row["evidence"]))
     return rows, whole
 
 
@@ -119,7 +119,7 @@ def _best_order(
     reading, own = base, logprobs
     tried: list[NDArray[np.float64]] = []
     for _ in range(len(base.config.target_layer_ids)):
-        candidates = [other for _, other in orders(reading)]
+        candidates = [other for order, other in orders(reading) if order != base.config.target_layer_ids]
         found = each(coarse, candidates)
         if not candidates:
             return None, []
@@ -149,11 +149,11 @@ def _row(
     difference, own = means - base, float(np.nanmean(base))
     raised = float(np.nanmean(difference))
     interval = bootstrap_interval(difference, DRAWS, config.evaluate.seed, prompts)
-    together, tau_together, exceeds = (
-        student_interval(values, prompts, 1 - 0.05 / comparisons)
-        for values in (gain, difference, gain if worth is None else gain + worth)
+    evidence = gain if worth is None else gain + worth
+    together, tau_together, beyond = (
+        student_interval(values, prompts, 1 - 0.05 / comparisons) for values in (gain, difference, evidence)
     )
-    proofs = (together, tau_together) if worth is None else (exceeds,)
+    proofs = (together, tau_together) if worth is None else (beyond,)
     return {
         "kind": test.kind,
         "change": test.change,
@@ -162,6 +162,7 @@ def _row(
         "tau_difference_ci95": interval,
         "logprob_difference": float(np.nanmean(gain)),
         "logprob_difference_ci": together,
+        "evidence": float(np.nanmean(evidence)),
         "first_tokens": SHORT if brief else None,
         "prompts": len(set(prompts)),
         "accused": bool(
