@@ -21,7 +21,6 @@ from transformers import (
 
 from dflash_eval.cache import Cache
 from dflash_eval.config import load_config
-from dflash_eval.diagnosis.reading import Reading, read_as
 from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.extract import extract
@@ -156,15 +155,11 @@ def write_config(folder: Path, model: Path, drafters: list[tuple[str, Path]], **
     return path
 
 
-def train_on_cache(raw: dict, cache: Cache, steps: int = 120, context_shift: int = 0) -> dict[str, torch.Tensor]:
-    """Overfit a drafter to a cache's own sequences, far enough to accept some drafts and not all.
-
-    context_shift: 1 for a drafter whose context held the anchor's own features.
-    """
+def train_on_cache(raw: dict, cache: Cache, steps: int = 120) -> dict[str, torch.Tensor]:
+    """Overfit a drafter to a cache's own sequences, far enough to accept some drafts and not all."""
     torch.manual_seed(7)
     config = DrafterConfig.from_dict(raw)
-    reading = Reading(config, torch.float32, context_shift)
-    drafter = read_as(DFlashDrafter(config), reading).requires_grad_(True)
+    drafter = DFlashDrafter(config)
     embedding, head = cache.head()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
     for step in range(steps):

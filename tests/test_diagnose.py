@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,7 +22,7 @@ from dflash_eval.config import load_config
 from dflash_eval.demo.prompts import composed_prompts
 from dflash_eval.diagnose import diagnose
 from dflash_eval.diagnosis import ranking
-from dflash_eval.diagnosis.counterfactuals import match_rows
+from dflash_eval.diagnosis.counterfactuals import Counterfactual, context, match_rows
 from dflash_eval.diagnosis.excerpts import Excerpts
 from dflash_eval.diagnosis.reading import Reading, read_as
 from dflash_eval.diagnosis.report import markdown
@@ -189,11 +190,36 @@ def test_labels_that_were_shifted_in_training_are_found(small, tmp_path):
     assert "shifted by one, as in a causal language model" in result["counterfactuals"][0]["cause"]
 
 
-def test_a_context_that_held_the_anchor_in_training_is_found(small, tmp_path):
-    state = train_on_cache(small.raw, small.cache, 240, context_shift=1)
-    result = small.diagnose(save_drafter(tmp_path / "mine", small.raw, state))
-    assert result["counterfactuals"][0]["change"] == "context with the anchor's features"
-    assert "the context held the anchor's own features in training" in result["verdicts"][0]
+DEMO = load_config(Path("configs/demo.yaml"))
+
+
+def row_of(test, gain, tau_gain, worth=None, comparisons=10):
+    """The row of a change on so many prompts, τ 3 as configured."""
+    base = np.full(len(gain), 3.0)
+    prompts = [f"p{i}" for i in range(len(gain))]
+    return ranking._row(test, gain, worth, base + tau_gain, base, False, prompts, comparisons, DEMO)
+
+
+def test_features_of_the_anchor_must_gain_more_than_the_last_positions_are_worth(small):
+    held, without = context(Reading(DrafterConfig.from_dict(small.raw), torch.float32))
+    assert held.outweighs == without.change
+    noise = np.random.default_rng(0).normal(0, 0.05, (2, 10))
+    rows = [row_of(held, gain + noise[0], 0.3 + noise[1], -0.5 + noise[1]) for gain in (0.2, 0.8)]
+    assert [row["accused"] for row in rows] == [False, True]
+    assert row_of(without, 0.2 + noise[0], 0.3 + noise[1])["accused"]
+
+
+def test_changes_that_do_nothing_are_hardly_ever_accused(monkeypatch):
+    """Ten of them at once, with noise so large that the least gains are often passed, on five and on ten prompts."""
+    monkeypatch.setattr(ranking, "DRAWS", 1000)
+    rng = np.random.default_rng(0)
+    test = Counterfactual("kind", "change", None, "cause", "look")
+    for prompts in (5, 10):
+        accused = 0
+        for _ in range(100):
+            gains = rng.normal(0, 0.5, (10, prompts))
+            accused += any(row_of(test, gain, gain + rng.normal(0, 0.1, prompts))["accused"] for gain in gains)
+        assert accused <= 5
 
 
 def test_every_state_is_read_once(small, monkeypatch):
