@@ -1,7 +1,8 @@
 """Why is this drafter's τ low? It is run as configured, then with one thing changed at a time, on a part of the cache.
 
 What is compared is how probable the text is under the drafter, at the same anchors for all, and τ of its own walks. A
-change is accused when it makes the text more probable beyond the noise of all comparisons together, and raises τ.
+change is accused when it makes the text more probable and raises τ, beyond the noise of all comparisons together
+(`diagnosis.ranking` says what protects against a false accusation).
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""Every counterfactual against the drafter as configured: the rule by which one is accused, and the ranked rows."""
+"""Every counterfactual against the drafter as configured: the rule by which one is accused, and the ranked rows.
+
+What protects against a false accusation:
+- both measures must rise, by more than a least gain, τ with a 95% interval above 0;
+- one of them must hold for all changes at once. Each tail is 2.5% / n, so that two measures of n changes accuse wrongly
+  in 5% of drafters at most. The intervals are Student's over prompts: a bootstrap's percentiles are satisfied where
+  all of six prompts agree, which chance does once in 64 times. n counts the changes that are not clearly worse;
+- a change that tells the drafter more than it has when it drafts (the anchor's own features) helps any drafter, and
+  that is no noise: it must gain more than the features of the last position are worth, which any drafter uses.
+
+Measured with the demo's two drafters, on 5 to 16 prompts drawn again and again out of 98 (tasks of two kinds, other
+programming questions, prose): the healthy one was accused in none of the draws, the flawed one in 1.3% at most. By the
+percentiles, and without the last condition, the healthy one was accused in up to 47% (prose, 16 prompts).
+"""
 
 from __future__ import annotations
 
