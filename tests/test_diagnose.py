@@ -369,6 +369,12 @@ def test_too_few_prompts_accuse_nobody(small, tmp_path, monkeypatch):
 # On the real target
 
 
+QUESTIONS = [
+    "Write a JavaScript function that reverses an array.", "Write an SQL query that lists the ten largest orders.",
+    "Explain what a Python decorator is, with an example.", "Write a C function that swaps two integers.",
+    "What is the difference between a list and a tuple in Python?", "Write a unit test for a function that adds two numbers.",
+    "How does recursion work? Show code.", "Write a Java class for a bank account.",
+]  # fmt: skip
 PROSE = [
     "Why is the sky blue?", "Explain what a mortgage is.", "Write a short poem about the sea.",
     "What are three tips for staying healthy?", "Who was Marie Curie?", "Describe how to make tea.",
@@ -377,11 +383,12 @@ PROSE = [
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The demo's target on three sets of six prompts, 32 new tokens each: tasks of coding-10, others' tasks, prose."""
+    """The demo's target on four sets of prompts, 32 new tokens each: coding-10, tasks as in the drafters' training,
+    other questions on programming, prose."""
     pytest.importorskip("gguf", reason="the demo extra is not installed")
     folder = tmp_path_factory.mktemp("diagnose")
     coding = [json.loads(line)["prompt"] for line in files("dflash_eval").joinpath("data/coding-10.jsonl").open()]
-    sets = {"coding": coding[:6], "composed": composed_prompts(6, seed=5), "prose": PROSE}
+    sets = {"coding": coding, "composed": composed_prompts(8, seed=5), "questions": QUESTIONS, "prose": PROSE}
     lines = [
         json.dumps({"id": f"{name}-{i}", "prompt": prompt}) + "\n"
         for name, prompts in sets.items()
@@ -436,7 +443,7 @@ def brief(demo, facts, monkeypatch):
 def test_a_fault_planted_in_the_demos_reference_is_ranked_first(demo, only, brief, tmp_path, fault):
     only("coding")
     result = demo.diagnose(demo.planted(tmp_path / "mine", fault))
-    if fault is shift_layers:  # SmolLM2's neighbouring layers are so alike that six short answers cannot prove it
+    if fault is shift_layers:  # costs this drafter 2% of τ, SmolLM2's neighbouring layers being so alike: no proof
         first = result["counterfactuals"][0]
         assert first["change"].startswith("layer ids -1")
         assert "one too high" in first["cause"]
@@ -445,13 +452,23 @@ def test_a_fault_planted_in_the_demos_reference_is_ranked_first(demo, only, brie
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("prompts", ["coding", "composed", "prose"])
+@pytest.mark.parametrize("prompts", ["coding", "composed", "questions"])
 def test_the_demos_reference_is_accused_on_no_set_of_prompts(demo, only, brief, prompts):
     only(prompts)
     result = demo.diagnose(demo.healthy)
-    assert result["cache"]["prompts"] == 6
+    assert result["cache"]["prompts"] >= 8
     assert result["verdicts"] == []
     assert result["symptoms"] == []
+
+
+@pytest.mark.long
+def test_on_prose_the_demos_reference_is_said_to_know_other_text(demo, only, brief):
+    """It has seen code alone: that is true, and none of its settings is at fault."""
+    only("prose")
+    result = demo.diagnose(demo.healthy)
+    assert result["verdicts"] == []
+    assert result["symptoms"]
+    assert all("on text unlike this" in line for line in result["symptoms"])
 
 
 @pytest.mark.long
