@@ -372,7 +372,7 @@ def test_too_few_prompts_accuse_nobody(small, tmp_path, monkeypatch):
 QUESTIONS = [
     "Write a JavaScript function that reverses an array.", "Write an SQL query that lists the ten largest orders.",
     "Explain what a Python decorator is, with an example.", "Write a C function that swaps two integers.",
-    "What is the difference between a list and a tuple in Python?", "Write a unit test for a function that adds numbers.",
+    "What is the difference between a list and a tuple in Python?", "Write a unit test for an add function.",
     "How does recursion work? Show code.", "Write a Java class for a bank account.",
 ]  # fmt: skip
 PROSE = [
