@@ -142,7 +142,10 @@ def symptoms(numbers: dict[str, Any], reference: dict[str, Any] | None) -> list[
                 "context, noise on the features. More training does not mend it"
             )
         else:
-            why = f"The target's features reach it{told}: training is weak, or was on text unlike this"
+            why = (
+                f"The target's features reach it{told}: training is weak, or was on text unlike this, or with "
+                "something not quite as it is here"
+            )
         found.append(
             f"slot 1 is right in {first[0]:.0%} of blocks{theirs['slot 1']}, "
             f"slot {last + 1} in {first[last]:.0%}: {shape}. {why}"
