@@ -1,7 +1,8 @@
 """Why is this drafter's τ low? It is run as configured, then with one thing changed at a time, on a part of the cache.
 
 What is compared is how probable the text is under the drafter, at the same anchors for all, and τ of its own walks. A
-change is accused when it makes the text more probable beyond the noise of all comparisons together, and raises τ.
+change is accused when it makes the text more probable and raises τ, beyond the noise of all comparisons together
+(`diagnosis.ranking` says what protects against a false accusation).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dflash_eval.diagnosis.excerpts import Excerpts
 from dflash_eval.diagnosis.ranking import RULE, compare
 from dflash_eval.diagnosis.reading import Reading
 from dflash_eval.diagnosis.report import markdown
-from dflash_eval.diagnosis.symptoms import fc_shares, slot_numbers, symptoms, weight_symptoms
+from dflash_eval.diagnosis.symptoms import fc_shares, features_worth, slot_numbers, symptoms, weight_symptoms
 from dflash_eval.diagnosis.target_facts import TargetFacts, target_facts
 from dflash_eval.diagnosis.trial import Trials
 from dflash_eval.drafter.checkpoint import load_drafter, read_config
@@ -81,8 +82,8 @@ def diagnose(config: Config, name: str, config_path: Path) -> dict[str, Any]:
     tests = [entry for entry in entries if isinstance(entry, Counterfactual)]
     rows, base = compare(trials, mine.base, tests, untested, config)
 
-    numbers = slot_numbers(mine.drafter, excerpts, embedding, lm_head, config.evaluate)
-    others = slot_numbers(theirs.drafter, excerpts, embedding, lm_head, config.evaluate) if theirs else None
+    numbers = _numbers(mine, trials)
+    others = _numbers(theirs, Trials(theirs.drafter, excerpts, embedding, lm_head, config.evaluate)) if theirs else None
     shares = fc_shares(mine.drafter, excerpts)
     weights = weight_facts(compare_weights(spec, mine.config))
     found = weight_symptoms(shares, weights, facts.layers) + symptoms(numbers, others)
@@ -190,6 +191,13 @@ def _of_other_text(config: Config, config_path: Path) -> list[Counterfactual | U
         command = f"dflash-eval extract -c {config_path} --set {setting} {folders}"
         entries.append(Untested(change, "other text; then evaluate with the same --set and compare τ", command))
     return entries
+
+
+def _numbers(drafted: Drafted, trials: Trials) -> dict[str, Any]:
+    numbers = slot_numbers(
+        drafted.drafter, trials.excerpts, trials.embedding, trials.head(drafted.base.dtype), trials.config
+    )
+    return {**numbers, "features_worth": features_worth(trials, drafted.base)}
 
 
 def _norm_weight(cache: Cache) -> Tensor | None:

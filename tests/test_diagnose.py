@@ -8,10 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import MASK, save_drafter, write_config
+from conftest import MASK, PROMPTS, save_drafter, train_on_cache, write_config
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ from dflash_eval.config import load_config
 from dflash_eval.demo.prompts import composed_prompts
 from dflash_eval.diagnose import diagnose
 from dflash_eval.diagnosis import ranking
-from dflash_eval.diagnosis.counterfactuals import match_rows
+from dflash_eval.diagnosis.counterfactuals import Counterfactual, context, match_rows
 from dflash_eval.diagnosis.excerpts import Excerpts
 from dflash_eval.diagnosis.reading import Reading, read_as
 from dflash_eval.diagnosis.report import markdown
@@ -32,6 +33,10 @@ from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.errors import UserError
 from dflash_eval.evaluate import evaluate, fitting_cache
 from dflash_eval.extract import extract
+
+MORE_PROMPTS = [
+    "open a file", "divide two numbers", "how do I test it?", "print the date", "a class for a queue", "sum the digits",
+]  # fmt: skip
 
 
 class Setup:
@@ -148,11 +153,15 @@ def check_ranked_first(result: dict, fault) -> None:
 
 @pytest.fixture(scope="module")
 def small(tiny, tmp_path_factory):
-    """The trained tiny drafter, on a cache with its layers' neighbours."""
+    """A tiny drafter trained on a cache of twelve prompts with its layers' neighbours: six prove little."""
     folder = tmp_path_factory.mktemp("neighbours")
-    path = write_config(folder, tiny.target, [("mine", tiny.drafter)], extract={"extra_layers": "neighbours"})
+    lines = [json.dumps({"id": f"p{i}", "prompt": prompt}) + "\n" for i, prompt in enumerate([*PROMPTS, *MORE_PROMPTS])]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    healthy = save_drafter(folder / "drafter", tiny.raw)
+    path = write_config(folder, tiny.target, [("mine", healthy)], extract={"extra_layers": "neighbours"})
     extract(load_config(path), say=lambda _: None)
-    return Setup(path, folder, tiny.drafter, [])
+    save_drafter(healthy, tiny.raw, train_on_cache(tiny.raw, Cache(folder / "cache"), 240))
+    return Setup(path, folder, healthy, [])
 
 
 # The tiny target's text repeats itself too much, and its last layer is too near to normed, for the other two.
@@ -173,12 +182,44 @@ def test_neighbours_are_extracted(small):
     assert small.cache.manifest.layers == [0, 1, 2, 3, 4, 5]
 
 
-def test_labels_that_were_shifted_in_training_are_found(small, tiny, tmp_path):
+def test_labels_that_were_shifted_in_training_are_found(small, tmp_path):
     from drafters import train_shifted
 
-    result = small.diagnose(save_drafter(tmp_path / "mine", tiny.raw, train_shifted(tiny)))
+    result = small.diagnose(save_drafter(tmp_path / "mine", small.raw, train_shifted(small, 120)))
     assert result["counterfactuals"][0]["change"] == "slot k read as predicting k+1"
     assert "shifted by one, as in a causal language model" in result["counterfactuals"][0]["cause"]
+
+
+DEMO = load_config(Path("configs/demo.yaml"))
+
+
+def row_of(test, gain, tau_gain, worth=None, comparisons=10):
+    """The row of a change on so many prompts, τ 3 as configured."""
+    base = np.full(len(gain), 3.0)
+    prompts = [f"p{i}" for i in range(len(gain))]
+    return ranking._row(test, gain, worth, base + tau_gain, base, False, prompts, comparisons, DEMO)
+
+
+def test_features_of_the_anchor_must_gain_more_than_the_last_positions_are_worth(small):
+    held, without = context(Reading(DrafterConfig.from_dict(small.raw), torch.float32))
+    assert held.outweighs == without.change
+    noise = np.random.default_rng(0).normal(0, 0.05, (2, 10))
+    rows = [row_of(held, gain + noise[0], 0.3 + noise[1], -0.5 + noise[1]) for gain in (0.2, 0.8)]
+    assert [row["accused"] for row in rows] == [False, True]
+    assert row_of(without, 0.2 + noise[0], 0.3 + noise[1])["accused"]
+
+
+def test_changes_that_do_nothing_are_hardly_ever_accused(monkeypatch):
+    """Ten of them at once, with noise so large that the least gains are often passed, on five and on ten prompts."""
+    monkeypatch.setattr(ranking, "DRAWS", 1000)
+    rng = np.random.default_rng(0)
+    test = Counterfactual("kind", "change", None, "cause", "look")
+    for prompts in (5, 10):
+        accused = 0
+        for _ in range(100):
+            gains = rng.normal(0, 0.5, (10, prompts))
+            accused += any(row_of(test, gain, gain + rng.normal(0, 0.1, prompts))["accused"] for gain in gains)
+        assert accused <= 5
 
 
 def test_every_state_is_read_once(small, monkeypatch):
@@ -264,7 +305,13 @@ def numbers(early, top8, confidence, **changes):
         "entropy": [1.0] * slots,
     }
     by_distance = {name: {"tokens": 1, "top1": 0.6} for name in ("near", "middle", "far")}
-    rest = {"repeats_anchor": 0.0, "text_repeats_anchor": 0.0, "one_ahead": 0.0, "by_distance": by_distance}
+    rest = {
+        "features_worth": None,
+        "repeats_anchor": 0.0,
+        "text_repeats_anchor": 0.0,
+        "one_ahead": 0.0,
+        "by_distance": by_distance,
+    }
     return {**own, **rest, **changes}
 
 
@@ -273,6 +320,8 @@ def numbers(early, top8, confidence, **changes):
     [
         (numbers(0.6, 0.9, 0.65), []),
         (numbers(0.2, 0.3, 0.2), ["does not get, or cannot use"]),
+        (numbers(0.2, 0.3, 0.2, features_worth=0.1), ["does not get, or cannot use"]),
+        (numbers(0.2, 0.3, 0.2, features_worth=2.0), ["features reach it, which tell it 2.0 nats a token more"]),
         (numbers(0.6, 0.9, 0.6, top1=[0.7, 0.4, 0.2, 0.1]), ["falls steeply"]),
         (numbers(0.55, 0.85, 0.1), ["soft labels"]),
         (numbers(0.55, 0.85, 0.95), ["overconfident"]),
@@ -320,6 +369,12 @@ def test_too_few_prompts_accuse_nobody(small, tmp_path, monkeypatch):
 # On the real target
 
 
+QUESTIONS = [
+    "Write a JavaScript function that reverses an array.", "Write an SQL query that lists the ten largest orders.",
+    "Explain what a Python decorator is, with an example.", "Write a C function that swaps two integers.",
+    "What is the difference between a list and a tuple in Python?", "Write a unit test for an add function.",
+    "How does recursion work? Show code.", "Write a Java class for a bank account.",
+]  # fmt: skip
 PROSE = [
     "Why is the sky blue?", "Explain what a mortgage is.", "Write a short poem about the sea.",
     "What are three tips for staying healthy?", "Who was Marie Curie?", "Describe how to make tea.",
@@ -328,11 +383,12 @@ PROSE = [
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The demo's target on three sets of six prompts, 32 new tokens each: tasks of coding-10, others' tasks, prose."""
+    """The demo's target on four sets of prompts, 32 new tokens each: coding-10, tasks as in the drafters' training,
+    other questions on programming, prose."""
     pytest.importorskip("gguf", reason="the demo extra is not installed")
     folder = tmp_path_factory.mktemp("diagnose")
     coding = [json.loads(line)["prompt"] for line in files("dflash_eval").joinpath("data/coding-10.jsonl").open()]
-    sets = {"coding": coding[:6], "composed": composed_prompts(6, seed=5), "prose": PROSE}
+    sets = {"coding": coding, "composed": composed_prompts(8, seed=5), "questions": QUESTIONS, "prose": PROSE}
     lines = [
         json.dumps({"id": f"{name}-{i}", "prompt": prompt}) + "\n"
         for name, prompts in sets.items()
@@ -387,7 +443,7 @@ def brief(demo, facts, monkeypatch):
 def test_a_fault_planted_in_the_demos_reference_is_ranked_first(demo, only, brief, tmp_path, fault):
     only("coding")
     result = demo.diagnose(demo.planted(tmp_path / "mine", fault))
-    if fault is shift_layers:  # SmolLM2's neighbouring layers are so alike that six short answers cannot prove it
+    if fault is shift_layers:  # costs this drafter 2% of τ, SmolLM2's neighbouring layers being so alike: no proof
         first = result["counterfactuals"][0]
         assert first["change"].startswith("layer ids -1")
         assert "one too high" in first["cause"]
@@ -396,13 +452,23 @@ def test_a_fault_planted_in_the_demos_reference_is_ranked_first(demo, only, brie
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("prompts", ["coding", "composed", "prose"])
+@pytest.mark.parametrize("prompts", ["coding", "composed", "questions"])
 def test_the_demos_reference_is_accused_on_no_set_of_prompts(demo, only, brief, prompts):
     only(prompts)
     result = demo.diagnose(demo.healthy)
-    assert result["cache"]["prompts"] == 6
+    assert result["cache"]["prompts"] >= 8
     assert result["verdicts"] == []
     assert result["symptoms"] == []
+
+
+@pytest.mark.long
+def test_on_prose_the_demos_reference_is_said_to_know_other_text(demo, only, brief):
+    """It has seen code alone: that is true, and none of its settings is at fault."""
+    only("prose")
+    result = demo.diagnose(demo.healthy)
+    assert result["verdicts"] == []
+    assert result["symptoms"]
+    assert all("on text unlike this" in line for line in result["symptoms"])
 
 
 @pytest.mark.long

@@ -8,6 +8,8 @@ from dflash_eval.acceptance.statistics import (
     bootstrap_ratio_interval,
     minimum_detectable_difference,
     sample_means,
+    student_interval,
+    student_t,
     tau,
     tau_micro,
     wins_ties_losses,
@@ -40,6 +42,24 @@ def test_interval_is_that_of_a_plain_loop_over_resamples():
     rng = np.random.default_rng(1)
     slow = [np.mean([values[rng.integers(4)] for _ in range(4)]) for _ in range(20000)]
     assert bootstrap_interval(values, 20000, 7) == pytest.approx(np.percentile(slow, [2.5, 97.5]), abs=0.1)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 16, 99])
+@pytest.mark.parametrize("confidence", [0.95, 1 - 0.05 / 31])
+def test_students_t_bounds_as_much_of_its_density_as_it_says(degrees, confidence):
+    """Against the midpoint rule on the density in the angle atan(t / sqrt(degrees)): cos to the degrees - 1."""
+    angles = (np.arange(200_000) + 0.5) / 200_000 * np.pi / 2
+    density = np.cos(angles) ** (degrees - 1)
+    inside = angles <= np.arctan(student_t(degrees, confidence) / degrees**0.5)
+    assert density[inside].sum() / density.sum() == pytest.approx(confidence, abs=1e-5)
+
+
+def test_students_interval_is_the_textbooks_and_counts_a_prompt_once():
+    values = np.array([1.0, 2.0, 4.0, 8.0])
+    half = 3.1824 * values.std(ddof=1) / 2  # t(0.975) of three degrees
+    assert student_interval(values) == pytest.approx((3.75 - half, 3.75 + half), abs=1e-3)
+    assert student_interval(np.repeat(values, 3), np.repeat(list("abcd"), 3)) == pytest.approx(student_interval(values))
+    assert student_interval(np.array([1.0, np.nan])) is None
 
 
 def test_interval_repeats_with_its_seed():

@@ -60,26 +60,45 @@ def bootstrap_ratio_interval(
     return _interval(columns, prompts, lambda means: means[:, 0] / means[:, 1], draws, seed, small_sample)
 
 
+def student_interval(values: NDArray[np.float64], prompts: Prompts = None, confidence: float = 0.95) -> Interval | None:
+    """Student's interval of the mean of `values` [samples] over prompts; None below two prompts with finite values.
+
+    For levels that a bootstrap of few prompts cannot hold: its percentiles never leave the range of the prompts' own
+    means, so six that agree by chance (one time in 64) would satisfy any confidence.
+    """
+    totals, sizes = _totals(values[:, None], prompts)
+    if len(sizes) < 2:
+        return None
+    mean = totals[:, 0].sum() / sizes.sum()
+    half = student_t(len(sizes) - 1, confidence) * _standard_error(totals, sizes)
+    return float(mean - half), float(mean + half)
+
+
 def expanded_tail(n: int) -> float:
     """The tail of the bootstrap's percentiles that has the width of Student's 95% interval of n values."""
     if n < 2:
         return 0.025
-    return NormalDist().cdf(-((n / (n - 1)) ** 0.5) * _student_975(n - 1))
+    return NormalDist().cdf(-((n / (n - 1)) ** 0.5) * student_t(n - 1, 0.95))
 
 
-def _student_975(degrees: int) -> float:
-    """Student's t at 0.975: exact for one and two degrees, else Hill's expansion about the normal (1970), to 0.1%."""
-    if degrees == 1:
-        return 12.7062
-    if degrees == 2:
-        return 4.3027
-    z, d = NormalDist().inv_cdf(0.975), float(degrees)
-    return z + sum((
-        (z**3 + z) / (4 * d),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * d**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3),
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * d**4),
-    ))  # fmt: skip
+def student_t(degrees: int, confidence: float) -> float:
+    """The t that |T| stays below with probability `confidence`: by bisection of the sums of Abramowitz & Stegun 26.7.3
+    and 26.7.4 in the angle atan(t / sqrt(degrees))."""
+    low, high = 0.0, np.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _student_within(angle, degrees) < confidence else (low, angle)
+    return float(np.sqrt(degrees) * np.tan(low))
+
+
+def _student_within(angle: float, degrees: int) -> float:
+    odd = degrees % 2
+    j = np.arange(1, (degrees - odd) // 2)  # the terms after the first: each is the one before times a factor
+    factors = (2 * j - 1 + odd) / (2 * j + odd) * np.cos(angle) ** 2
+    if not odd:
+        return float(np.sin(angle) * (1 + np.cumprod(factors).sum()))
+    series = np.sin(angle) * np.cos(angle) * (1 + np.cumprod(factors).sum()) if degrees > 1 else 0.0
+    return float(2 / np.pi * (angle + series))
 
 
 def minimum_detectable_difference(differences: NDArray[np.float64], prompts: Prompts = None) -> float | None:
@@ -93,9 +112,14 @@ def minimum_detectable_difference(differences: NDArray[np.float64], prompts: Pro
     if len(sizes) < 2:
         return None
     z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
+    return float(z * _standard_error(totals, sizes))
+
+
+def _standard_error(totals: NDArray[np.float64], sizes: NDArray[np.float64]) -> float:
+    """Of the mean: prompts' totals [prompts, 1] over their samples [prompts]."""
     residuals = totals[:, 0] - sizes * (totals[:, 0].sum() / sizes.sum())
     deviation = np.sqrt((residuals * residuals).sum() / (len(sizes) - 1))
-    return float(z * deviation / np.sqrt(len(sizes)) / sizes.mean())
+    return float(deviation / np.sqrt(len(sizes)) / sizes.mean())
 
 
 def wins_ties_losses(differences: NDArray[np.float64], prompts: Prompts = None) -> tuple[int, int, int]:

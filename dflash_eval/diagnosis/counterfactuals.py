@@ -26,13 +26,18 @@ ALIKE = 0.05  # of its length, how far an embedding is from another's that does 
 
 @dataclass(frozen=True)
 class Counterfactual:
-    """One change: `kind` groups those of one sort; `cause` and `look` tell what it means if τ rises."""
+    """One change: `kind` groups those of one sort; `cause` and `look` tell what it means if τ rises.
+
+    outweighs: where the change tells the drafter what it does not have when it drafts, which helps any drafter
+    somewhat, the change whose loss its gain must exceed.
+    """
 
     kind: str
     change: str
     reading: Reading
     cause: str
     look: str
+    outweighs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,10 @@ def slots(base: Reading) -> Iterator[Counterfactual]:
 def context(base: Reading) -> Iterator[Counterfactual]:
     look = "the context's mask in training: key position < anchor"
     cause = "the context held the anchor's own features in training, which are not there yet when the drafter drafts"
-    change = "context with the anchor's features"
-    yield Counterfactual("context", change, replace(base, context_shift=1), cause, look)
+    more, less = "context with the anchor's features", "context without the last position"
+    yield Counterfactual("context", more, replace(base, context_shift=1), cause, look, outweighs=less)
     cause = "the context ended one position before the last committed one in training: it lagged behind by one"
-    change = "context without the last position"
-    yield Counterfactual("context", change, replace(base, context_shift=-1), cause, look)
+    yield Counterfactual("context", less, replace(base, context_shift=-1), cause, look)
 
 
 def positions(base: Reading) -> Iterator[Counterfactual]:

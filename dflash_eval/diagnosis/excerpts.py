@@ -49,6 +49,15 @@ class Excerpts(Cache):
         shorter._lengths = {sample.id: len(sample) for sample in shorter.samples}
         return shorter
 
+    def exchanged(self) -> Excerpts:
+        """The same with each text's states from the next one's, from its start on, as often as its length needs."""
+        other, ids = copy.copy(self), [sample.id for sample in self.samples]
+        other._states = {}
+        for own, taken in zip(ids, ids[1:] + ids[:1], strict=True):
+            rows = torch.arange(self._lengths[own]) % self._lengths[taken]
+            other._states[own] = {layer: states[rows] for layer, states in self._states[taken].items()}
+        return other
+
     def add_normed(self, last: int, weight: Tensor, lm_head: Tensor) -> bool:
         """Add the last layer's states behind the final norm, under NORMED; False where they cannot be made.
 

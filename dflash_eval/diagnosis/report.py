@@ -48,7 +48,9 @@ def markdown(result: dict[str, Any]) -> str:
     parts.append(
         "Δ log-prob: nats a token by which the text is more probable, at the same anchors for all, with an interval "
         f"that holds for all {result['comparisons']} changes at once. †: τ and its difference on the first tokens of "
-        "each stretch alone, as the text is far less probable. The rule: " + result["rule"] + "."
+        "each stretch alone, as the text is far less probable. ‡: tells any drafter what it does not have when it "
+        "drafts, and is ranked by what it gains beyond the worth of the last position's features. The rule: "
+        f"{result['rule']}."
     )
     parts += ["## By slot", markdown_table(*_slots(result))]
     layers = [[str(x["layer"]), f"{x['of_weights']:.1%}", f"{x['of_features']:.1%}"] for x in result["fc"]]
@@ -94,7 +96,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["change"],
         f"{mark}{number(row['tau'])}",
         f"{row['tau_difference']:+.2f}{within}",
-        f"{row['logprob_difference']:+.2f}",
+        f"{'' if row['evidence'] == row['logprob_difference'] else '‡'}{row['logprob_difference']:+.2f}",
     ]
 
 

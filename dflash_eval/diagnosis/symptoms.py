@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dflash_eval.config import EvaluateConfig
 from dflash_eval.diagnosis.excerpts import Excerpts
-from dflash_eval.diagnosis.trial import some_anchors
+from dflash_eval.diagnosis.reading import Reading
+from dflash_eval.diagnosis.trial import Trials, some_anchors
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.drafter.scoring import Scorer
 from dflash_eval.judge import judges
@@ -19,6 +20,7 @@ from dflash_eval.judge import judges
 TOP = 8
 EARLY = 4  # slots that decide most of τ
 ANCHORS = 16  # of each sample
+REACHED = 0.5  # nats a token that the features tell a drafter whom they reach
 
 
 def slot_numbers(
@@ -86,6 +88,15 @@ def _share(hits: NDArray[Any], there: NDArray[Any]) -> float | None:
     return float((hits & there).sum() / there.sum()) if there.any() else None
 
 
+def features_worth(trials: Trials, base: Reading) -> float | None:
+    """Nats a token by which the text is more probable with its own features than with another excerpt's; None where
+    there is but one excerpt."""
+    if len(trials.excerpts.samples) < 2:
+        return None
+    own = trials.logprobs(base, ANCHORS)
+    return float(np.nanmean(own - trials.logprobs(base, ANCHORS, trials.excerpts.exchanged())))
+
+
 def fc_shares(drafter: DFlashDrafter, samples: Excerpts) -> list[dict[str, Any]]:
     """Each target layer's part in fc: of its weights' squared norm, and of what it adds for these samples' tokens."""
     ids = drafter.config.target_layer_ids
@@ -122,10 +133,22 @@ def symptoms(numbers: dict[str, Any], reference: dict[str, Any] | None) -> list[
     fall = first[last] / max(first[0], 1e-9)
     if low:
         shape = "low, and the next slots hardly lower" if fall > 0.5 else "low"
+        worth, of_theirs = numbers["features_worth"], reference["features_worth"] if reference else None
+        compared = f" (the reference: {of_theirs:.1f})" if of_theirs is not None else ""
+        told = "" if worth is None else f", which tell it {worth:.1f} nats a token more than another text's{compared}"
+        if worth is None or worth < max(REACHED, 0.5 * (of_theirs or 0.0)):
+            why = (
+                f"The drafter does not get, or cannot use, all of the target's features{told}: layers, positions, "
+                "context, noise on the features. More training does not mend it"
+            )
+        else:
+            why = (
+                f"The target's features reach it{told}: training is weak, or was on text unlike this, or with "
+                "something not quite as it is here"
+            )
         found.append(
             f"slot 1 is right in {first[0]:.0%} of blocks{theirs['slot 1']}, "
-            f"slot {last + 1} in {first[last]:.0%}: {shape}. The drafter does not get, or cannot use, "
-            "the target's features (layers, positions, context, noise on the features). More training does not mend it"
+            f"slot {last + 1} in {first[last]:.0%}: {shape}. {why}"
         )
     elif fall < 0.35:
         found.append(

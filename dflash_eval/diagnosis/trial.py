@@ -43,10 +43,10 @@ class Trials:
             means[indices] = sample_means([own[0].committed for own in walks])
         return means
 
-    def logprobs(self, reading: Reading, anchors: int) -> NDArray[np.float64]:
+    def logprobs(self, reading: Reading, anchors: int, excerpts: Excerpts | None = None) -> NDArray[np.float64]:
         """Each excerpt's mean log-probability of the next SLOTS tokens at so many anchors, [excerpts]."""
         means = np.full(len(self.excerpts.samples), np.nan)
-        for indices, judge in self._judges(reading, self.excerpts):
+        for indices, judge in self._judges(reading, excerpts or self.excerpts):
             owners, places = some_anchors(judge, anchors)
             hidden, tokens, _ = judge.draft(owners, places)
             hidden, tokens = hidden[:, :SLOTS], tokens[:, :SLOTS]
