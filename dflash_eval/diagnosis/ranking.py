@@ -8,9 +8,10 @@ What protects against a false accusation:
 - a change that tells the drafter more than it has when it drafts (the anchor's own features) helps any drafter, and
   that is no noise: it must gain more than the features of the last position are worth, which any drafter uses.
 
-Measured with the demo's two drafters, on 5 to 16 prompts drawn 300 times out of each of four sets (tasks of two kinds, other
-programming questions, prose; 98 prompts in all): the healthy one was accused in none of the draws, the flawed one in 1.3% at most. By the
-percentiles, and without the last condition, the healthy one was accused in up to 47% (prose, 16 prompts).
+Measured with the demo's two drafters, on 5 to 16 prompts drawn 300 times out of each of four sets (tasks of two kinds,
+other programming questions, prose; 98 prompts in all): the healthy one was accused in none of the draws, the flawed one
+in 1.3% at most. By the percentiles, and without the last condition, the healthy one was accused in up to 47% (prose, 16
+prompts).
 """
 
 from __future__ import annotations
