@@ -63,3 +63,13 @@ def test_row_chunks_change_nothing(monkeypatch):
 def test_a_drafter_that_emits_nan_is_named_as_broken():
     with pytest.raises(UserError, match="not finite"):
         scoring.rank_rows(torch.tensor([[0.0, float("nan")]]), torch.tensor([0]), 1)
+
+
+def test_the_largest_with_equals_infinities_and_nan_are_topks():
+    values = torch.randint(-3, 4, (5, 200), generator=torch.Generator().manual_seed(0)).float()
+    values[1, 7], values[2, 9] = torch.inf, -torch.inf
+    values[3, 11] = torch.nan
+    top, places = scoring._top(values, 60)
+    assert torch.equal(top.nan_to_num(9e9), values.topk(60).values.nan_to_num(9e9))
+    assert torch.equal(values.gather(1, places).nan_to_num(9e9), top.nan_to_num(9e9))
+    assert all(len(set(row)) == 60 for row in places.tolist())

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class Scorer:
     as the target's.
 
     The logits never exist for all rows at once: each piece's are reduced while they are in one place, which is kept
-    from call to call. A GPU adds a 16-bit head's products up, and keeps the logits, in float32.
+    from call to call. Logits are kept in float32, and a GPU adds a 16-bit head's products up in it; a CPU rounds them.
     """
 
     def __init__(self, drafter: DFlashDrafter, lm_head: Tensor, n: int) -> None:
@@ -43,12 +44,11 @@ class Scorer:
         self.lm_head = lm_head = drafter.output_head(lm_head)
         self.n = n = min(n, len(lm_head))
         kind = lm_head.device.type
-        self.dtype = torch.float32 if kind == "cuda" else lm_head.dtype
         # A CPU's matmul packs the head anew at each call; a piece of it then stays in the cache (1.2x at 200 rows).
         self.columns = 2048 if kind == "cpu" else len(lm_head)
         bytes_ = min(LOGIT_BYTES[kind], free_bytes(lm_head.device) // 8)
-        self.pieces = Pieces(max(16, bytes_ // (len(lm_head) * self.dtype.itemsize)), "rows of logits")
-        self.room = lm_head.new_empty(0, dtype=self.dtype)
+        self.pieces = Pieces(max(16, bytes_ // (len(lm_head) * torch.float32.itemsize)), "rows of logits")
+        self.room = lm_head.new_empty(0, dtype=torch.float32)
 
     def widened(self, addend: Tensor) -> Scorer:
         """One whose `hidden` has more columns, which addend [draft vocabulary, columns] multiplies."""
@@ -111,14 +111,16 @@ class Scorer:
         rows = len(hidden)
         if not rows <= len(self.room) <= self.pieces.size:
             self.room = self.room.new_empty(0)  # before the new one: both may not fit
-            self.room = self.lm_head.new_empty(rows, len(self.lm_head), dtype=self.dtype)
+            self.room = self.room.new_empty(rows, len(self.lm_head))
         logits = self.room[:rows]
         for part, head in zip(logits.split(self.columns, 1), self.lm_head.split(self.columns), strict=True):
-            if head.dtype == self.dtype:
+            if head.dtype == logits.dtype:
                 torch.mm(hidden, head.t(), out=part)
+            elif logits.is_cuda:
+                torch.mm(hidden, head.t(), out_dtype=logits.dtype, out=part)
             else:
-                torch.mm(hidden, head.t(), out_dtype=self.dtype, out=part)
-        return self.drafter.scale_logits(logits).float()
+                part.copy_(hidden @ head.t())
+        return self.drafter.scale_logits(logits)
 
 
 def _inverse(target_ids: Tensor, size: int) -> Tensor:
@@ -145,8 +147,8 @@ def rank_rows(logits: Tensor, tokens: Tensor, n: int) -> Scores:
         )
     known = tokens >= 0
     own = logits.gather(1, tokens.clamp_min(0)[:, None])
-    ranks = (top > own).sum(1)
-    tied = known & (((top == own).sum(1) > 1) | (top[:, -1:] == own).squeeze(1))
+    ranks = ((top > own) | ((top == own) & (ids < tokens[:, None]))).sum(1)
+    tied = known & (top[:, -1] == own[:, 0])  # with tokens that are perhaps not among the n
     for rows in tied.nonzero().squeeze(1).split(TIED_ROWS):
         ranks[rows] = _rank_among_equals(logits[rows], own[rows], tokens[rows]).clamp_max(n)
     if log_sum is None:
@@ -173,11 +175,29 @@ def largest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tenso
     group = group_size(logits.shape[1], n)
     groups = logits.shape[1] // group
     if group == 1 or n > groups:
-        return torch.topk(logits, n)
+        return _top(logits, n)
     whole = groups * group
     grouped = logits[:, :whole].unflatten(1, (group, groups))
-    best = (grouped.amax(1) if maxima is None else maxima).topk(n, sorted=False).indices
+    best = _top_places(grouped.amax(1) if maxima is None else maxima, n)
     candidates = grouped.gather(2, best[:, None].expand(-1, group, -1)).flatten(1)
-    top, place = torch.cat([candidates, logits[:, whole:]], dim=1).topk(n)
+    top, place = _top(torch.cat([candidates, logits[:, whole:]], dim=1), n)
     ids = place // n * groups + best.gather(1, place % n)
     return top, torch.where(place < n * group, ids, place - n * group + whole)
+
+
+def _top(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """`values.topk(n)` of [rows, columns] float32, which NumPy's vectorised sorts make 5 times as fast on a CPU."""
+    if values.is_cuda:
+        return values.topk(n)
+    places = _top_places(values, n)
+    top = values.gather(1, places)
+    order = torch.from_numpy(np.argsort(top.numpy(), axis=1)).flip(1)
+    return top.gather(1, order), places.gather(1, order)
+
+
+def _top_places(values: Tensor, n: int) -> Tensor:
+    """Where the n largest are, in no order: [rows, n] int64."""
+    if values.is_cuda:
+        return values.topk(n, sorted=False).indices
+    columns = values.shape[1]
+    return torch.from_numpy(np.argpartition(values.numpy(), columns - n, axis=1)[:, columns - n :])
