@@ -73,7 +73,7 @@ class DFlashDrafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = rotary_embedding(config)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
@@ -81,7 +81,7 @@ class DFlashDrafter(nn.Module):
     def build_rotary(self, device: torch.device) -> None:
         """RoPE's frequencies are no weights: a drafter made on the meta device needs them from the config."""
         with device:
-            self.rotary = rotary_embedding(self.config)
+            self.rotary = rotary_embedding(self.config).to(device)
 
     def embedding(self, target: Tensor) -> Tensor:
         """The input embedding [vocabulary, hidden]: its own, or the target's."""
@@ -312,11 +312,11 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """RoPE's plain frequencies, theta^(-2i / head_dim)."""
+    """RoPE's plain frequencies, theta^(-2i / head_dim); made on the CPU: the meta device takes a second of imports."""
 
     def __init__(self, theta: float, head_dim: int) -> None:
         super().__init__()
-        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
