@@ -18,7 +18,7 @@ from dflash_eval.gpu_memory import gib, gpu_problem, gpu_processes, needed_bytes
 from dflash_eval.machine import device_name, pick_device, rank_devices, software
 from dflash_eval.prompts import load_prompts, render_turn
 from dflash_eval.server import is_local, shown_url
-from dflash_eval.target import TargetFiles, fallbacks, kernels_of, load_tokenizer, pip_packages, skeleton
+from dflash_eval.target import TargetFiles, fallbacks, how_to_have, kernels_of, load_tokenizer, skeleton
 
 Say = Callable[[str], None]
 
@@ -37,8 +37,8 @@ def doctor(config: Config, say: Say) -> int:
     check(", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "h5py")))
     _say_gpus(check)
     model = skeleton(files, config.target)
-    _say_kernels(model, config, check)
     device, problem = _device(config)
+    _say_kernels(model, config, device, check)
     if problem is None and device.type == "cuda":
         need = needed_bytes(model, files, config, layers)
         where = rank_devices() if config.target.device_map else [device]
@@ -86,13 +86,13 @@ def _say_gpus(check: Callable[..., None]) -> None:
     )
 
 
-def _say_kernels(model: Any, config: Config, check: Callable[..., None]) -> None:
-    kernels = kernels_of(model)
-    missing = fallbacks(model, config.target.required())
+def _say_kernels(model: Any, config: Config, device: torch.device, check: Callable[..., None]) -> None:
+    kernels = kernels_of(model, device)
+    missing = fallbacks(model, config.target.required(), device)
     names = ", ".join(name for names in missing.values() for name in names)
     check(
         "kernels: " + ", ".join(f"{name} {kernel}" for name, kernel in kernels.items()),
-        f"the config asks for {', '.join(missing)}: pip install {pip_packages(missing)} ({names})" if missing else None,
+        f"the config asks for {', '.join(missing)}: {how_to_have(missing)}; {names}" if missing else None,
     )
 
 

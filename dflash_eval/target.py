@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -236,36 +236,48 @@ def final_norm(model: Any, layers: nn.ModuleList) -> Any:
     return None
 
 
-def kernels_of(model: Any) -> dict[str, str]:
+def kernels_of(model: Any, device: torch.device | None = None) -> dict[str, str]:
     """Which implementation each of the target's exchangeable functions is bound to, e.g.
 
     {"attention": "sdpa", "chunk_gated_delta_rule": "fla 0.6.0", "causal_conv1d_fn": "torch"}. transformers binds such
-    a function to its package when the modelling file is imported; the binding is read, not guessed from what is
-    installed.
+    a function to its package when the modelling file is imported, and calls it on the devices that it knows the package
+    to run on; the binding is read, not guessed from what is installed. device: where the model is to run, if not where
+    it is.
     """
     found = {"attention": str(getattr(model.config, "_attn_implementation", "?"))}
-    for name, (_, package) in _bound_functions(model).items():
+    for name, (_, package) in _bound_functions(model, device or model.device).items():
         found[name] = f"{package} {_version(package)}" if package else "torch"
     return found
 
 
-def _bound_functions(model: Any) -> dict[str, tuple[str, str | None]]:
+def _bound_functions(model: Any, device: torch.device) -> dict[str, tuple[str, str | None]]:
     """name → (package that offers a kernel, package that is really called or None for the torch fallback)."""
-    return {name.removeprefix("torch_"): packages for _, name, packages in _bindings(model)}
+    return {name.removeprefix("torch_"): packages for _, name, _, packages in _bindings(model, device)}
 
 
-def _bindings(model: Any) -> Iterator[tuple[Any, str, tuple[str, str | None]]]:
-    """(modelling module, the function's name there, packages as in `_bound_functions`)."""
+def _bindings(model: Any, device: torch.device) -> Iterator[tuple[Any, str, Any, tuple[str, str | None]]]:
+    """(modelling module, the function's name there, the function, packages as in `_bound_functions`)."""
     for module in {sys.modules[type(module).__module__] for module in model.modules()}:
-        for name, function in list(vars(module).items()):
-            function = getattr(function, "_torchdynamo_orig_callable", function)  # of `shield_kernels`
-            if not inspect.isfunction(function):
-                continue
-            outer = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+        for name, bound in list(vars(module).items()):
+            function = _plain(bound)
+            outer = _closure(function)
             implementation, package = outer.get("implementation"), outer.get("package")
             if callable(implementation) and isinstance(package, str):
                 root = implementation.__module__.partition(".")[0]
-                yield module, name, (package, package if root == package else None)
+                devices = outer.get("supported_devices")  # since transformers 5.25; None: all
+                called = root == package and (devices is None or device.type in devices)
+                yield module, name, function, (package, package if called else None)
+
+
+def _plain(bound: Any) -> Any:
+    """The function that transformers made, which the package kernels, where installed, puts into a module of its own,
+    and `shield_kernels` behind another."""
+    bound = getattr(bound, "_torchdynamo_orig_callable", bound)
+    return _closure(type(bound).forward).get("func") if isinstance(bound, nn.Module) else bound
+
+
+def _closure(function: Any) -> Mapping[str, Any]:
+    return inspect.getclosurevars(function).nonlocals if getattr(function, "__closure__", None) else {}
 
 
 def shield_kernels(model: Any) -> None:
@@ -274,9 +286,8 @@ def shield_kernels(model: Any) -> None:
     transformers takes the torch fallback where a function is traced for an export, and torch 2.11 says so of every
     compilation: the compiled target would silently run without its kernels.
     """
-    for module, name, (_, called) in _bindings(model):
-        function = getattr(module, name)
-        if called and not hasattr(function, "_torchdynamo_orig_callable"):
+    for module, name, function, (_, called) in _bindings(model, model.device):
+        if called and not hasattr(getattr(module, name), "_torchdynamo_orig_callable"):
             setattr(module, name, torch.compiler.disable(function))
 
 
@@ -285,10 +296,10 @@ REPLACED: dict[tuple[str, str], Any] = {}  # (modelling module, name) → what `
 
 def use_fallbacks(model: Any) -> None:
     """Bind the target's exchangeable functions to their torch fallbacks, until a target is loaded again."""
-    for module, name, (package, called) in _bindings(model):
+    for module, name, function, (package, called) in _bindings(model, model.device):
         if called:
             REPLACED[module.__name__, name] = getattr(module, name)
-            setattr(module, name, _fallback(inspect.unwrap(getattr(module, name)), package))
+            setattr(module, name, _fallback(inspect.unwrap(function), package))
 
 
 def _fallback(implementation: Callable[..., Any], package: str) -> Callable[..., Any]:
@@ -309,27 +320,31 @@ def restore_kernels() -> None:
     REPLACED.clear()
 
 
-def fallbacks(model: Any, required: Sequence[str]) -> dict[str, list[str]]:
-    """Package → the target's functions that it offers and that would run on the torch fallback instead."""
+def fallbacks(model: Any, required: Sequence[str], device: torch.device) -> dict[str, list[str]]:
+    """Package → the target's functions that it offers and that would run on the torch fallback on `device` instead."""
     found: dict[str, list[str]] = {}
-    for name, (offered, called) in sorted(_bound_functions(model).items()):
+    for name, (offered, called) in sorted(_bound_functions(model, device).items()):
         if offered in required and called is None:
             found.setdefault(offered, []).append(name)
     return dict(sorted(found.items()))
 
 
-def pip_packages(packages: Iterable[str]) -> str:
-    return " ".join(DISTRIBUTIONS[package] for package in packages)
+def how_to_have(packages: Iterable[str]) -> str:
+    """What makes these packages' kernels run."""
+    absent = [package for package in packages if _version(package) == "?"]
+    if not absent:
+        return "they run on a GPU alone: set target.device"
+    return f"install what is missing (pip install {' '.join(DISTRIBUTIONS[package] for package in absent)})"
 
 
 def require_kernels(model: Any, config: TargetConfig) -> None:
     """Raises UserError for a required kernel that the target would not run on."""
-    missing = fallbacks(model, config.required())
+    missing = fallbacks(model, config.required(), pick_device(config.device))
     if missing:
         functions = ", ".join(name for names in missing.values() for name in names)
         raise UserError(
             f"{config.model}: {functions} would run on the torch fallback, but the config asks for "
-            f"{', '.join(missing)}\ninstall what is missing (pip install {pip_packages(missing)}) "
+            f"{', '.join(missing)}\n{how_to_have(missing)} "
             "or set target.require_kernels: [] and target.kernels: auto"
         )
 

@@ -19,7 +19,7 @@ from dflash_eval.doctor import doctor, server_answers
 from dflash_eval.errors import UserError
 from dflash_eval.extract import extract
 from dflash_eval.gpu_memory import gpu_processes, needed_bytes
-from dflash_eval.target import TargetFiles, load_target, skeleton
+from dflash_eval.target import TargetFiles, how_to_have, load_target, skeleton
 
 GIB = 2**30
 
@@ -148,13 +148,14 @@ def test_missing_kernels_and_a_small_disk_are_told_with_what_mends_them(tiny_hyb
     config = load_config(path, ["target.require_kernels=[fla, causal_conv1d]"])
     usage = __import__("shutil").disk_usage(tmp_path)
     monkeypatch.setattr("dflash_eval.doctor.shutil.disk_usage", lambda _: usage._replace(free=10))
-    monkeypatch.setattr("dflash_eval.target._bound_functions", lambda _: {
+    monkeypatch.setattr("dflash_eval.target._version", lambda _: "?")
+    monkeypatch.setattr("dflash_eval.target._bound_functions", lambda *_: {
         "chunk_gated_delta_rule": ("fla", "fla"), "recurrent_gated_delta_rule": ("fla", None),
         "causal_conv1d_fn": ("causal_conv1d", "causal_conv1d"), "causal_conv1d_update": ("causal_conv1d", None),
     })  # fmt: skip
     wrong, said = page(config)
     assert wrong == 2
-    assert "pip install causal-conv1d flash-linear-attention (causal_conv1d_update, recurrent_gated_delta_rule)" in said
+    assert "(pip install causal-conv1d flash-linear-attention); causal_conv1d_update, recurrent" in said
     assert "extract.store: float8" in said
 
 
@@ -165,3 +166,9 @@ def test_cuda_asked_for_and_absent_is_one_plain_line(config):
         extract(asked, say=lambda _: None)
     assert page(asked)[0] == 1
     assert not Path(asked.cache_dir, "manifest.json").exists()
+
+
+def test_kernels_that_are_installed_but_do_not_run_on_the_device_are_told_so(monkeypatch):
+    monkeypatch.setattr("dflash_eval.target._version", lambda package: "0.6.0" if package == "fla" else "?")
+    assert how_to_have(["fla"]) == "they run on a GPU alone: set target.device"
+    assert how_to_have(["causal_conv1d", "fla"]) == "install what is missing (pip install causal-conv1d)"

@@ -30,7 +30,7 @@ from dflash_eval.forward import compile_layers, forward
 from dflash_eval.ranks import exit_status
 from dflash_eval.signals import stoppable
 from dflash_eval.states import _Worker
-from dflash_eval.target import TargetFiles, kernels_of, load_target
+from dflash_eval.target import TargetFiles, _plain, kernels_of, load_target
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_compiled_layers_say_the_same_and_a_failing_compiler_is_told(tiny, monke
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """Qwen3.5's chunked rule bound as to an installed package, and the list of the calls that reach it."""
-    fallback, calls = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule), []
+    fallback, calls = inspect.unwrap(_plain(modeling_qwen3_5.torch_chunk_gated_delta_rule)), []
 
     @functools.wraps(fallback)
     def chunk_gated_delta_rule(query, *arguments, **named):
@@ -276,6 +276,22 @@ def test_kernels_torch_takes_the_fallbacks_for_one_target_and_no_other(tiny_hybr
     assert target.kernels["chunk_gated_delta_rule"].startswith("kernelpack")
     torch.testing.assert_close(forward(target, samples, [0, 2], "float32", None), fallback)
     assert kernel_calls
+
+
+def test_a_package_that_does_not_run_on_the_targets_device_is_not_named(tiny_hybrid, kernel_calls, monkeypatch):
+    """transformers from 5.25 on takes the torch fallback there."""
+    devices = getattr(hub_kernels, "_PACKAGE_SUPPORTED_DEVICES", None)
+    if devices is None:
+        pytest.skip("this transformers calls an installed package on every device")
+    monkeypatch.setitem(devices, "kernelpack", ("cuda",))
+    ours = inspect.unwrap(_plain(modeling_qwen3_5.torch_chunk_gated_delta_rule))
+    bind = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "kernelpack")
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", bind(ours))
+    target = loaded(tiny_hybrid.config)
+    assert target.kernels["chunk_gated_delta_rule"] == "torch"
+    assert kernels_of(target.model, torch.device("cuda"))["chunk_gated_delta_rule"].startswith("kernelpack")
+    forward(target, Cache(tiny_hybrid.folder / "cache").samples, [0], "float32", None)
+    assert not kernel_calls
 
 
 # Reduced storage
