@@ -595,8 +595,7 @@ def test_a_server_without_speculative_decoding_has_no_tau(configured):
 def test_a_server_on_the_gpus_that_extraction_needs_must_be_stopped(configured, monkeypatch):
     monkeypatch.setattr("dflash_eval.fetching.torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("dflash_eval.gpu_memory.torch.cuda.mem_get_info", lambda _: (1000, 1 << 35))
-    for module in ("extract", "gpu_memory"):
-        monkeypatch.setattr(f"dflash_eval.{module}.pick_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("dflash_eval.machine.torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("dflash_eval.gpu_memory.gpu_processes", lambda: None)
     with Serving(TOKENIZER, canned, [END]) as serving:
         config = configured(serving.url, PROMPTS, {"target": {"device": "auto"}})
