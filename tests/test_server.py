@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import END, PROMPTS, TEMPLATE, tiny_tokenizer, write_config
 from serving import IDS, Serving, greedy
 
