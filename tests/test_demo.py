@@ -204,15 +204,30 @@ def test_functions_of_a_module_are_heads_with_their_docstrings_and_bodies_uninde
     }
 
 
+def test_the_hybrid_targets_user_gives_a_head_or_half_a_function_and_has_the_whole():
+    head, body = next(function for function in train_hybrid.functions(SOURCE) if "push" in function[0])
+    half = head + "\n" + body.split("\n")[0]
+    found = {given: whole for given, whole in train_hybrid.exchanges([SOURCE]).items() if "push" in given}
+    assert found == {head: f"{head}\n{body}", half: f"{head}\n{body}"}
+
+
+def test_the_hybrid_drafter_is_asked_for_functions_that_its_target_has_not_learnt():
+    tokenizer = train_hybrid.train_tokenizer([SOURCE] * 20)
+    new = SOURCE.replace("push", "pull")
+    asked = train_hybrid.beginnings(tokenizer, [new], [SOURCE], n=9, seed=0)
+    assert len(asked) == 2
+    assert all("pull" in beginning for beginning in asked)
+
+
 def test_the_hybrid_targets_prompts_are_beginnings_of_what_it_learns():
     """Token for token: a line break that joins with the indentation after it would make them end otherwise."""
     tokenizer = train_hybrid.train_tokenizer([SOURCE] * 20)
     ids, starts = train_hybrid.documents(tokenizer, [SOURCE], seed=0)
     documents = [part.tolist() for part in ids.tensor_split(starts[1:].tolist())]
-    assert len(documents) == 3  # the file and two functions
-    for head, _ in train_hybrid.functions(SOURCE):
+    assert len(documents) == 4  # the file, one function, and another given in two ways
+    for given in train_hybrid.exchanges([SOURCE]):
         asked = tokenizer.apply_chat_template(
-            [{"role": "user", "content": head}], add_generation_prompt=True, return_dict=False
+            [{"role": "user", "content": given}], add_generation_prompt=True, return_dict=False
         )
         assert sum(document[: len(asked)] == asked for document in documents) == 1
 
@@ -223,11 +238,11 @@ def test_the_hybrid_demo_is_trained_from_sources_to_folders_that_load(tmp_path):
     for i in range(3):
         (library / f"m{i}.py").write_text("".join(SOURCE.replace("push", f"push_{i}_{j}") for j in range(8)))
     train_hybrid.main(
-        target=tmp_path / "target", out=tmp_path / "drafter", library=library, device="cpu", target_steps=2,
+        target=tmp_path / "target", out=tmp_path / "drafter", library=[library], device="cpu", target_steps=2,
         target_rows=2, width=32, prompts=12, new_tokens=20, generate_rows=12, steps=2, rows=4, anchors=4,
     )  # fmt: skip
     config = TargetConfig(model=str(tmp_path / "target"), device="cpu", dtype="float32")
     assert load_target(TargetFiles.find(config), config).vocab_size == train_hybrid.VOCABULARY
     shape = DrafterConfig.from_dict(json.loads((tmp_path / "drafter/config.json").read_text()))
-    assert (shape.windows, shape.mask_token_id) == ((64, 64, None), 3)
+    assert (shape.windows, shape.mask_token_id) == ((128, 128, 128, None), 3)
     DFlashDrafter(shape).load_state_dict(load_file(tmp_path / "drafter/model.safetensors"))

@@ -214,7 +214,7 @@ def test_a_source_that_cannot_be_read_is_refused_with_what_would_do(tmp_path):
         (f"{tmp_path}/none.jsonl", "none.jsonl: no such file; prompts.source is builtin:<set>, "),
         (str(tmp_path), "the prompts cannot be read: Is a directory"),
         (f"{tmp_path}/latin.jsonl", "latin.jsonl:2: not UTF-8 text"),
-        ("builtin:humaneval", "builtin:humaneval: no such set; there is builtin:coding-10"),
+        ("builtin:humaneval", "builtin:humaneval: no such set; there is builtin:coding-10, builtin:functions-10"),
     ]:
         assert message in error(load_prompts, PromptsConfig(source=source))
 

@@ -1,8 +1,10 @@
 """Train the hybrid demo, target and drafter, from a seed: `python -m dflash_eval.demo.train_hybrid --help`.
 
 The target is a small language model of the Qwen3.5 architecture: Gated DeltaNet in three of four layers, full attention
-in each fourth. It learns the Python standard library, as text and as conversations whose user gives a function's head
-and whose assistant gives its body. The drafter is made by `train.py`'s official recipe on the target's own answers.
+in each fourth. It learns Python from sources that are installed here anyhow and permissively licensed (the standard
+library's, torch's, transformers'), as text and as conversations whose user gives the beginning of a function and whose
+assistant gives the whole of it, as chat models do. The drafter is made by `train.py`'s official recipe on the target's
+own answers about functions that it has not learnt: what a target knows by heart it says otherwise than what is new.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import transformers
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -30,7 +33,7 @@ from dflash_eval.drafter.config import DrafterConfig
 from dflash_eval.drafter.model import DFlashDrafter
 from dflash_eval.target import TargetFiles, load_target, load_tokenizer, use_fallbacks
 
-VOCABULARY = 4096
+VOCABULARY = 2048
 PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 # An answer begins with its line break: a tokenizer may join that with the indentation that follows, so that a prompt
 # which ended with it would end otherwise than what the target has learnt.
@@ -46,21 +49,34 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
 LAYERS = Recipe((1, 3, 4, 6), flawed=False)  # the last, 7, is left out
-STDLIB = Path(sysconfig.get_path("stdlib"))
-WINDOW = 64
+DRAFTER_LAYERS = 4
+DRAFTER_MLP = 1024
+WINDOW = 128
 WARMING = 20  # steps in which kernels are compiled and tuned; the rate leaves them out
-HEAD_TOKENS = 96  # the longest head of a function that is asked for
-HELD_OUT_FILES = 20  # one of so many
+ASKED_TOKENS = 128  # the longest beginning of a function that is asked for
+HELD_OUT_FILES = 3  # one of so many: the drafter learns from what the target makes of their functions
+ENCODED_AT_ONCE = 4096  # texts
+LOSS_FILES = 64  # held-out ones that tell the target's loss
 LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 
 
 # The corpus
 
 
-def source_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Texts of a standard library's modules, its tests left out; and those of the held-out ones."""
+def libraries() -> list[Path]:
+    """The folders of the standard library's, torch's and transformers' sources."""
+    return [Path(sysconfig.get_path("stdlib")), Path(torch.__path__[0]), Path(transformers.__path__[0])]
+
+
+def source_files(folders: list[Path]) -> tuple[list[str], list[str]]:
+    """Texts of the folders' modules, their tests left out; and those of the held-out ones."""
     texts: tuple[list[str], list[str]] = ([], [])
-    paths = sorted(path for path in folder.rglob("*.py") if not set(path.relative_to(folder).parts) & set(LEFT_OUT))
+    paths = [
+        path
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        if not set(path.relative_to(folder).parts) & set(LEFT_OUT)
+    ]
     for number, path in enumerate(paths):
         try:
             text = path.read_text(encoding="utf-8")
@@ -91,6 +107,16 @@ def functions(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def exchanges(texts: list[str]) -> dict[str, str]:
+    """What a user gives of each function of some modules, its head, or half the body too → the whole function."""
+    found: dict[str, str] = {}
+    for head, body in (function for text in texts for function in functions(text)):
+        lines = body.split("\n")
+        for given in sorted({0, len(lines) // 2}):
+            found.setdefault("\n".join([head, *lines[:given]]), f"{head}\n{body}")
+    return found
+
+
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE with a chat template."""
     tokenizer = Tokenizer(models.BPE())
@@ -110,15 +136,19 @@ def documents(tokenizer: Any, texts: list[str], seed: int) -> tuple[Tensor, Tens
     """Files and conversations about their functions in random order, back to back: ids [tokens], starts [documents]."""
     said = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": head}, {"role": "assistant", "content": "\n" + body}], tokenize=False
+            [{"role": "user", "content": given}, {"role": "assistant", "content": "\n" + whole}], tokenize=False
         )
-        for text in texts
-        for head, body in functions(text)
+        for given, whole in exchanges(texts).items()
     ]
-    encoded = tokenizer([text + PAD for text in texts + said], add_special_tokens=False)["input_ids"]
-    random.Random(seed).shuffle(encoded)
+    every = [text + PAD for text in texts + said]
+    random.Random(seed).shuffle(every)
+    encoded = [
+        torch.tensor(ids, dtype=torch.int16)
+        for start in range(0, len(every), ENCODED_AT_ONCE)
+        for ids in tokenizer(every[start : start + ENCODED_AT_ONCE], add_special_tokens=False)["input_ids"]
+    ]
     lengths = torch.tensor([0, *map(len, encoded)])
-    return torch.tensor([i for ids in encoded for i in ids], dtype=torch.int16), lengths.cumsum(0)[:-1]
+    return torch.cat(encoded), lengths.cumsum(0)[:-1]
 
 
 # The target
@@ -186,57 +216,60 @@ def hybrid_json(mask: int) -> dict[str, Any]:
     """z-lab's config.json, sliding windows and a full layer as Qwen3.6-27B's drafter has them."""
     return {
         **drafter_json(LAYERS, SHAPE["hidden_size"], VOCABULARY, SHAPE["num_hidden_layers"]),
-        "intermediate_size": SHAPE["intermediate_size"],
+        "intermediate_size": DRAFTER_MLP,
+        "num_hidden_layers": DRAFTER_LAYERS,
         "num_key_value_heads": SHAPE["num_key_value_heads"],
         "rope_theta": 10000.0,
         "max_position_embeddings": SHAPE["max_position_embeddings"],
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention"] * (DRAFTER_LAYERS - 1) + ["full_attention"],
         "use_sliding_window": True,
         "sliding_window": WINDOW,
         "dflash_config": {"target_layer_ids": list(LAYERS.layer_ids), "mask_token_id": mask},
     }
 
 
-def heads(tokenizer: Any, texts: list[str], n: int, seed: int) -> list[str]:
-    """n distinct heads of functions, to ask the target for their bodies."""
-    found = sorted({head for text in texts for head, _ in functions(text)})
+def beginnings(tokenizer: Any, texts: list[str], known: list[str], n: int, seed: int) -> list[str]:
+    """n distinct beginnings of the texts' functions that the known texts have not, to ask the target for the rest."""
+    found = sorted(exchanges(texts).keys() - exchanges(known).keys())
     random.Random(seed).shuffle(found)
-    return [head for head in found if len(tokenizer.encode(head)) <= HEAD_TOKENS][:n]
+    return [given for given in found if len(tokenizer.encode(given)) <= ASKED_TOKENS][:n]
 
 
 def main(
     target: Annotated[Path, typer.Option(help="the target's folder; trained when missing")] = Path("target"),
     out: Annotated[Path, typer.Option(help="the drafter's folder")] = Path("drafter"),
-    library: Annotated[Path, typer.Option(help="Python sources to learn")] = STDLIB,
+    library: Annotated[
+        list[Path] | None, typer.Option(help="sources to learn; Python's, torch's and transformers' where not given")
+    ] = None,
     device: str = "cuda",
     target_steps: int = 4000,
     target_rows: Annotated[int, typer.Option(help="windows a step")] = 64,
     width: Annotated[int, typer.Option(help="tokens of a window")] = 512,
     target_rate: Annotated[float, typer.Option(help="the target's peak learning rate")] = 2e-3,
-    prompts: int = 16000,
-    new_tokens: int = 192,
+    prompts: int = 32000,
+    new_tokens: int = 256,
     generate_rows: Annotated[int, typer.Option(help="prompts answered at once")] = 4096,
-    steps: int = 4000,
+    steps: int = 6000,
     rows: Annotated[int, typer.Option(help="sequences a step of the drafter")] = 64,
     anchors: Annotated[int, typer.Option(help="anchors a sequence")] = 24,
     rate: Annotated[float, typer.Option(help="the drafter's peak learning rate")] = 1.5e-3,
     seed: int = 0,
 ) -> None:
     """Train the hybrid demo's target and its drafter."""
-    texts, held_out = source_files(library)
+    texts, held_out = source_files(library or libraries())
     if not (target / "config.json").exists():
         tokenizer = train_tokenizer(texts)
         ids, starts = documents(tokenizer, texts, seed)
-        print(f"{len(texts)} files, {len(starts) - len(texts)} functions, {len(ids):,} tokens", flush=True)
+        print(f"{len(texts)} files, {len(starts) - len(texts)} exchanges, {len(ids):,} tokens", flush=True)
         model = train_target(
-            ids, starts, documents(tokenizer, held_out, seed)[0],
+            ids, starts, documents(tokenizer, held_out[:: len(held_out) // LOSS_FILES + 1], seed)[0],
             device=device, steps=target_steps, rows=target_rows, width=width, rate=target_rate, seed=seed,
         )  # fmt: skip
         save_target(model, tokenizer, target)
     described = TargetConfig(model=str(target), device=device, dtype="bfloat16")
     files = TargetFiles.find(described)
     loaded, tokenizer = load_target(files, described), load_tokenizer(files, described)
-    asked = heads(tokenizer, texts, prompts, seed)
+    asked = beginnings(tokenizer, held_out, texts, prompts, seed)
     end = tokenizer.convert_tokens_to_ids(END)
     sequences = answers(loaded, tokenizer, asked, new_tokens, generate_rows, end)
     for row in range(4):
