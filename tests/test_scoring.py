@@ -36,13 +36,20 @@ def test_top_logprobs_are_the_sorted_log_softmax():
 
 
 @given(st.integers(1, 300), st.integers(1, 2000), st.integers(0, 3))
-def test_the_largest_by_groups_are_topk_whatever_the_sizes(n, vocabulary, seed):
+def test_the_largest_are_topk_whatever_the_sizes(n, vocabulary, seed):
     n = min(n, vocabulary)
+    group = scoring.group_size(vocabulary, n)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-9, 9, (3, vocabulary), generator=generator) + torch.rand(3, 1, generator=generator).round()
     logits[0] += torch.rand(vocabulary, generator=generator)  # one row without ties
-    top, ids = scoring.largest(logits, n)
-    assert torch.equal(top, logits.topk(n).values)
+    top, ids = scoring.largest(logits, n, scoring.group_maxima(logits, group))
+    expected = logits.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(top, expected.values[:, :n])
+    assert torch.equal(ids, expected.indices[:, :n])  # of equals the lower column first
+
+    maxima = logits[:, : vocabulary // group * group].unflatten(1, (group, -1)).amax(1)
+    top, ids = scoring.largest_by_topk(logits, n, maxima)  # the GPU's way
+    assert torch.equal(top, expected.values[:, :n])
     assert torch.equal(logits.gather(1, ids), top)
     assert all(len(set(row)) == n for row in ids.tolist())
 
@@ -60,16 +67,16 @@ def test_row_chunks_change_nothing(monkeypatch):
     torch.testing.assert_close(whole[1], expected)
 
 
-def test_a_drafter_that_emits_nan_is_named_as_broken():
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_drafter_that_emits_no_number_is_named_as_broken(broken):
+    logits = torch.zeros(20, 5000)
+    logits[17, 4999] = broken
     with pytest.raises(UserError, match="not finite"):
-        scoring.rank_rows(torch.tensor([[0.0, float("nan")]]), torch.tensor([0]), 1)
+        scoring.rank_rows(logits, torch.zeros(20, dtype=torch.int64), 3)
 
 
-def test_the_largest_with_equals_infinities_and_nan_are_topks():
-    values = torch.randint(-3, 4, (5, 200), generator=torch.Generator().manual_seed(0)).float()
-    values[1, 7], values[2, 9] = torch.inf, -torch.inf
-    values[3, 11] = torch.nan
-    top, places = scoring._top(values, 60)
-    assert torch.equal(top.nan_to_num(9e9), values.topk(60).values.nan_to_num(9e9))
-    assert torch.equal(values.gather(1, places).nan_to_num(9e9), top.nan_to_num(9e9))
-    assert all(len(set(row)) == 60 for row in places.tolist())
+def test_zeros_of_either_sign_are_equal_and_minus_infinity_is_the_last():
+    logits = torch.tensor([[-0.0, 0.0, -torch.inf, 0.0, -0.0, 1e-45, -1e-45, -torch.inf]])
+    top, ids = scoring.largest(logits, 8, logits)
+    assert ids.tolist() == [[5, 0, 1, 3, 4, 6, 2, 7]]
+    assert torch.equal(top, logits.gather(1, ids))

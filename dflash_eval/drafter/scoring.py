@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dflash_eval.acceptance.sampling import Sampling, sampling_logprobs
@@ -17,6 +18,8 @@ from dflash_eval.machine import Pieces, free_bytes
 
 LOGIT_BYTES = {"cpu": 192 << 20, "cuda": 4 << 30}  # of logits held at once, where an eighth of the memory allows it
 TIED_ROWS = 64
+ROWS_IN_CACHE = 16  # of logits; several passes over few rows are faster than one at a time over all
+LAST_COLUMN = 0xFFFFFFFF
 
 
 class Scores(NamedTuple):
@@ -134,26 +137,42 @@ def _inverse(target_ids: Tensor, size: int) -> Tensor:
 def rank_rows(logits: Tensor, tokens: Tensor, n: int) -> Scores:
     """`Scorer.score` on logits [rows, vocabulary] float32, which it may overwrite."""
     if logits.is_cuda:
-        from dflash_eval.drafter.fused import group_maxima  # triton, which comes with torch for CUDA
+        return _rank_on_gpu(logits, tokens, n)
+    parts = zip(logits.split(ROWS_IN_CACHE), tokens.split(ROWS_IN_CACHE), strict=True)
+    return Scores(*map(torch.cat, zip(*(_rank_on_cpu(*part, n) for part in parts), strict=True)))
 
-        maxima, log_sum = group_maxima(logits, group_size(logits.shape[1], n))
-        top, ids = largest(logits, n, maxima)
-    else:
-        (top, ids), log_sum = largest(logits, n), None
-    finite = torch.isfinite(top[:, 0]) if log_sum is None else torch.isfinite(log_sum)
-    if not finite.all():
-        raise UserError(
-            "the drafter's logits are not finite (NaN or infinity): broken weights, or features that overflow"
-        )
-    known = tokens >= 0
+
+def _rank_on_cpu(logits: Tensor, tokens: Tensor, n: int) -> Scores:
+    maxima = group_maxima(logits, group_size(logits.shape[1], n))
+    peak = maxima.amax(1, keepdim=True)
+    _check_finite(peak)
+    top, ids = largest(logits, n, maxima)
     own = logits.gather(1, tokens.clamp_min(0)[:, None])
     ranks = ((top > own) | ((top == own) & (ids < tokens[:, None]))).sum(1)
+    log_sum = logits.sub_(peak).exp_().sum(-1, keepdim=True).log() + peak
+    return Scores(ranks.masked_fill(tokens < 0, n), (top - log_sum).clamp_max_(0.0), ids.int())
+
+
+def _rank_on_gpu(logits: Tensor, tokens: Tensor, n: int) -> Scores:
+    from dflash_eval.drafter import fused  # triton, which comes with torch for CUDA
+
+    maxima, log_sum = fused.group_maxima(logits, group_size(logits.shape[1], n))
+    _check_finite(log_sum)
+    top, ids = largest_by_topk(logits, n, maxima)
+    own = logits.gather(1, tokens.clamp_min(0)[:, None])
+    ranks = ((top > own) | ((top == own) & (ids < tokens[:, None]))).sum(1)
+    known = tokens >= 0
     tied = known & (top[:, -1] == own[:, 0])  # with tokens that are perhaps not among the n
     for rows in tied.nonzero().squeeze(1).split(TIED_ROWS):
         ranks[rows] = _rank_among_equals(logits[rows], own[rows], tokens[rows]).clamp_max(n)
-    if log_sum is None:
-        log_sum = logits.sub_(top[:, :1]).exp_().sum(-1).log() + top[:, 0]
     return Scores(ranks.masked_fill(~known, n), (top - log_sum[:, None]).clamp_max_(0.0), ids.int())
+
+
+def _check_finite(largest: Tensor) -> None:
+    if not torch.isfinite(largest).all():
+        raise UserError(
+            "the drafter's logits are not finite (NaN or infinity): broken weights, or features that overflow"
+        )
 
 
 def _rank_among_equals(logits: Tensor, own: Tensor, tokens: Tensor) -> Tensor:
@@ -162,42 +181,58 @@ def _rank_among_equals(logits: Tensor, own: Tensor, tokens: Tensor) -> Tensor:
 
 
 def group_size(vocabulary: int, n: int) -> int:
-    """Columns to a group for `largest`, which looks at vocabulary / group maxima and n * group candidates."""
+    """Columns to a group, for which there are few maxima to look at and then few columns: at least n groups."""
     return 1 << max(0, min(6, round(math.log2(vocabulary / n) / 2)))
 
 
-def largest(logits: Tensor, n: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def group_maxima(logits: Tensor, group: int) -> Tensor:
+    """[rows, vocabulary] → [rows, G or more]: of G = vocabulary // group groups each holds every G-th column; what
+    columns remain are a group each."""
+    groups = logits.shape[1] // group
+    whole = groups * group
+    maxima = logits[:, :whole].unflatten(1, (group, groups)).amax(1)
+    return maxima if whole == logits.shape[1] else torch.cat([maxima, logits[:, whole:]], dim=1)
+
+
+def largest(logits: Tensor, n: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """The n largest of each row of [rows, vocabulary] float32 on a CPU, no NaN among them, and their columns int64;
+    of equals the lower column first.
+
+    maxima: `group_maxima`, n of them or more. Nothing below the n-th of these is among the n largest; what is left is
+    little more than n, and is sorted as integers: the value, then the column.
+    """
+    values = logits.numpy()
+    groups = maxima.shape[1]
+    floor = np.partition(maxima.numpy(), groups - n, axis=1)[:, groups - n, None]
+    rows, columns = np.divmod(np.flatnonzero(values >= floor), values.shape[1])
+    keys = (_ordered(values[rows, columns] + np.float32(0)).astype(np.int64) << 32) | (LAST_COLUMN - columns)
+    ends = np.searchsorted(rows, np.arange(len(values)), side="right")
+    for row in np.split(keys, ends[:-1]):
+        row.sort()
+    best = keys[ends[:, None] - 1 - np.arange(n)]
+    top = _ordered((best >> 32).astype(np.int32).view(np.float32)).view(np.float32)
+    return torch.from_numpy(top), torch.from_numpy(LAST_COLUMN - (best & LAST_COLUMN))
+
+
+def _ordered(values: NDArray[np.float32]) -> NDArray[np.int32]:
+    """float32 (0.0 but no -0.0) as int32 of the same order; its own inverse."""
+    bits = values.view(np.int32)
+    return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+
+
+def largest_by_topk(logits: Tensor, n: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """`logits.topk(n)` of [rows, vocabulary], in a fraction of the time where n is far below the vocabulary.
 
-    The n largest lie among the n groups of largest maximum. Of G = vocabulary // group_size groups each holds every
-    G-th column; what columns remain are always looked at. maxima: [rows, G], where they are known.
+    maxima: `fused.group_maxima`, [rows, G]. The n largest lie among the n groups of largest maximum and the columns
+    that no group holds.
     """
-    group = group_size(logits.shape[1], n)
-    groups = logits.shape[1] // group
-    if group == 1 or n > groups:
-        return _top(logits, n)
+    groups = maxima.shape[1]
+    group = logits.shape[1] // groups
+    if group == 1:
+        return logits.topk(n)
     whole = groups * group
-    grouped = logits[:, :whole].unflatten(1, (group, groups))
-    best = _top_places(grouped.amax(1) if maxima is None else maxima, n)
-    candidates = grouped.gather(2, best[:, None].expand(-1, group, -1)).flatten(1)
-    top, place = _top(torch.cat([candidates, logits[:, whole:]], dim=1), n)
+    best = maxima.topk(n, sorted=False).indices
+    candidates = logits[:, :whole].unflatten(1, (group, groups)).gather(2, best[:, None].expand(-1, group, -1))
+    top, place = torch.cat([candidates.flatten(1), logits[:, whole:]], dim=1).topk(n)
     ids = place // n * groups + best.gather(1, place % n)
     return top, torch.where(place < n * group, ids, place - n * group + whole)
-
-
-def _top(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """`values.topk(n)` of [rows, columns] float32, which NumPy's vectorised sorts make 5 times as fast on a CPU."""
-    if values.is_cuda:
-        return values.topk(n)
-    places = _top_places(values, n)
-    top = values.gather(1, places)
-    order = torch.from_numpy(np.argsort(top.numpy(), axis=1)).flip(1)
-    return top.gather(1, order), places.gather(1, order)
-
-
-def _top_places(values: Tensor, n: int) -> Tensor:
-    """Where the n largest are, in no order: [rows, n] int64."""
-    if values.is_cuda:
-        return values.topk(n, sorted=False).indices
-    columns = values.shape[1]
-    return torch.from_numpy(np.argpartition(values.numpy(), columns - n, axis=1)[:, columns - n :])
