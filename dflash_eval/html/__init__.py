@@ -102,7 +102,7 @@ def _texts(drafters: Sequence[dict[str, Any]], texts: Sequence[Sample], chosen: 
         return known[token]
 
     parts = [
-        "<p>Each run of one tint is what a cycle commits; the darker, the longer. Its last token, underlined, is the "
+        "<p>Each run of one tint is what a cycle commits; the stronger, the longer. Its last token, underlined, is the "
         "target's own: point at it to see what the drafter said instead.</p>",
         tint_legend(),
     ]
